@@ -1,0 +1,30 @@
+"""May a server listen on this host? Loopback always; anything else only when asked for by name."""
+
+import ipaddress
+
+from kvferry.proto.errors import InsecureBindError
+
+
+def require_safe_bind(host: str, insecure: bool) -> None:
+    """Refuse to listen beyond this machine unless the operator said `insecure`.
+
+    A name other than "localhost" counts as beyond loopback: what it resolves to can change.
+
+    Raises:
+        InsecureBindError: `host` is not loopback and `insecure` is False.
+    """
+    if not insecure and not _is_loopback(host):
+        raise InsecureBindError(
+            "listening beyond loopback lets anyone on the network read and write cached blocks",
+            given=host,
+            allowed="127.0.0.1, ::1 or localhost; any address with --insecure",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,383 @@
+"""Translates commands and replies to the protobuf messages of `v1/control.proto` and back.
+
+Every `x_to_pb` has its `x_from_pb`, and the one undoes the other exactly. Protobuf checks the kinds
+of fields; what it cannot know (the size of a hash, the names of roles) is checked here, so that
+both the front and the client refuse a malformed message by name. Imported by both.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast, get_args
+
+import cbor2
+
+from kvferry.proto.errors import BadInputError
+from kvferry.proto.identity import Identity, identity_from_plain, identity_to_plain
+from kvferry.proto.ids import BlockHash, Epoch, Incarnation, InstanceId, LeaseId
+from kvferry.proto.layout import Layout
+from kvferry.proto.messages import (
+    AcquireLease,
+    Description,
+    Done,
+    Holder,
+    InstanceInfo,
+    InstanceStatus,
+    Leased,
+    Locate,
+    Located,
+    ReleaseLease,
+    RenewLease,
+    Role,
+    Source,
+)
+from kvferry.proto.scheme import Algorithm, HashScheme, KeyFormat
+from kvferry.proto.v1 import control_pb2 as pb
+
+HASH_BYTES = (16, 32)
+DIGEST_BYTES = 32
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def hashes_to_pb(hashes: Sequence[BlockHash]) -> pb.Hashes:
+    """Join hashes, all of one size, into one field.
+
+    Raises:
+        BadInputError: a hash has not the size of the first, or that is no hash's size.
+    """
+    sizes = sorted({len(block_hash) for block_hash in hashes})
+    if len(sizes) > 1 or (sizes and sizes[0] not in HASH_BYTES):
+        raise BadInputError(
+            "hashes must all have one size in bytes", given=sizes, allowed=list(HASH_BYTES)
+        )
+    return pb.Hashes(data=b"".join(hashes), hash_bytes=sizes[0] if sizes else HASH_BYTES[-1])
+
+
+def hashes_from_pb(message: pb.Hashes) -> tuple[BlockHash, ...]:
+    """Cut the joined field back into hashes.
+
+    Raises:
+        BadInputError: `hash_bytes` is no hash's size, or `data` is no whole number of hashes.
+    """
+    size, data = message.hash_bytes, message.data
+    if not data:
+        return ()
+    if size not in HASH_BYTES:
+        raise BadInputError("hash_bytes is no hash's size", given=size, allowed=list(HASH_BYTES))
+    if len(data) % size:
+        raise BadInputError(
+            "the hashes are cut short", given=f"{len(data)} bytes", allowed=f"a multiple of {size}"
+        )
+    return tuple(BlockHash(data[start : start + size]) for start in range(0, len(data), size))
+
+
+def scheme_to_pb(scheme: HashScheme) -> pb.Scheme:
+    """Translate a hash scheme."""
+    return pb.Scheme(
+        algorithm=scheme.algorithm,
+        key_format=scheme.key_format,
+        hash_block_tokens=scheme.hash_block_tokens,
+        none_hash=scheme.none_hash,
+    )
+
+
+def scheme_from_pb(message: pb.Scheme) -> HashScheme:
+    """Translate a hash scheme back.
+
+    Raises:
+        ConfigError: an algorithm or key format this version does not know, or no block size.
+    """
+    # HashScheme checks both names itself.
+    return HashScheme(
+        algorithm=cast("Algorithm", message.algorithm),
+        key_format=cast("KeyFormat", message.key_format),
+        hash_block_tokens=message.hash_block_tokens,
+        none_hash=message.none_hash,
+    )
+
+
+def identity_to_cbor(identity: Identity) -> bytes:
+    """Return the identity as canonical CBOR: equal bytes exactly for equal identities."""
+    return cbor2.dumps(identity_to_plain(identity), canonical=True)
+
+
+def identity_from_cbor(data: bytes) -> Identity:
+    """Return the identity that `identity_to_cbor` wrote.
+
+    Raises:
+        BadInputError: not CBOR, or (ConfigError) not the fields of an identity.
+    """
+    try:
+        plain: Any = cbor2.loads(data)
+    except (cbor2.CBORDecodeError, ValueError) as error:
+        raise BadInputError(
+            "identity_cbor is not CBOR", given=str(error), allowed="the CBOR of an identity"
+        ) from error
+    if not isinstance(plain, dict):
+        raise BadInputError(
+            "identity_cbor is not a map", given=type(plain).__name__, allowed="a map of fields"
+        )
+    return identity_from_plain(plain)
+
+
+def source_to_pb(source: Source) -> pb.Source:
+    """Translate an instance's life and transfer address."""
+    return pb.Source(
+        instance_id=source.instance_id, incarnation=source.incarnation, address=source.address
+    )
+
+
+def source_from_pb(message: pb.Source) -> Source:
+    """Translate an instance's life and transfer address back."""
+    return Source(
+        instance_id=InstanceId(message.instance_id),
+        incarnation=Incarnation(message.incarnation),
+        address=message.address,
+    )
+
+
+def _role_from_pb(text: str) -> Role:
+    if text not in get_args(Role):
+        raise BadInputError("unknown role", given=text, allowed=list(get_args(Role)))
+    return cast("Role", text)
+
+
+def _digest_from_pb(data: bytes) -> bytes:
+    if len(data) != DIGEST_BYTES:
+        raise BadInputError(
+            "identity_digest has the wrong size", given=len(data), allowed=DIGEST_BYTES
+        )
+    return data
+
+
+def _name_from_pb(text: str, field: Literal["call_id", "lease_id"]) -> str:
+    if not text:
+        raise BadInputError(f"{field} is missing", given=text, allowed="a text that is not empty")
+    return text
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def locate_to_pb(command: Locate) -> pb.LocateRequest:
+    """Translate `Locate`."""
+    return pb.LocateRequest(
+        identity_digest=command.identity_digest, hashes=hashes_to_pb(command.hashes)
+    )
+
+
+def locate_from_pb(message: pb.LocateRequest) -> Locate:
+    """Translate `Locate` back.
+
+    Raises:
+        BadInputError: digest or hashes are malformed.
+    """
+    return Locate(
+        identity_digest=_digest_from_pb(message.identity_digest),
+        hashes=hashes_from_pb(message.hashes),
+    )
+
+
+def acquire_lease_to_pb(command: AcquireLease) -> pb.AcquireLeaseRequest:
+    """Translate `AcquireLease`."""
+    return pb.AcquireLeaseRequest(
+        call_id=command.call_id,
+        identity_digest=command.identity_digest,
+        hashes=hashes_to_pb(command.hashes),
+        ttl_s=command.ttl_s,
+        instance_id=command.instance_id,
+    )
+
+
+def acquire_lease_from_pb(message: pb.AcquireLeaseRequest) -> AcquireLease:
+    """Translate `AcquireLease` back.
+
+    Raises:
+        BadInputError: call id, digest or hashes are malformed.
+    """
+    has_instance = message.HasField("instance_id")
+    return AcquireLease(
+        call_id=_name_from_pb(message.call_id, "call_id"),
+        identity_digest=_digest_from_pb(message.identity_digest),
+        hashes=hashes_from_pb(message.hashes),
+        ttl_s=message.ttl_s,
+        instance_id=InstanceId(message.instance_id) if has_instance else None,
+    )
+
+
+def renew_lease_to_pb(command: RenewLease) -> pb.RenewLeaseRequest:
+    """Translate `RenewLease`."""
+    return pb.RenewLeaseRequest(
+        call_id=command.call_id, lease_id=command.lease_id, ttl_s=command.ttl_s
+    )
+
+
+def renew_lease_from_pb(message: pb.RenewLeaseRequest) -> RenewLease:
+    """Translate `RenewLease` back.
+
+    Raises:
+        BadInputError: call id or lease id is missing.
+    """
+    return RenewLease(
+        call_id=_name_from_pb(message.call_id, "call_id"),
+        lease_id=LeaseId(_name_from_pb(message.lease_id, "lease_id")),
+        ttl_s=message.ttl_s,
+    )
+
+
+def release_lease_to_pb(command: ReleaseLease) -> pb.ReleaseLeaseRequest:
+    """Translate `ReleaseLease`."""
+    return pb.ReleaseLeaseRequest(call_id=command.call_id, lease_id=command.lease_id)
+
+
+def release_lease_from_pb(message: pb.ReleaseLeaseRequest) -> ReleaseLease:
+    """Translate `ReleaseLease` back.
+
+    Raises:
+        BadInputError: call id or lease id is missing.
+    """
+    return ReleaseLease(
+        call_id=_name_from_pb(message.call_id, "call_id"),
+        lease_id=LeaseId(_name_from_pb(message.lease_id, "lease_id")),
+    )
+
+
+# --- replies -------------------------------------------------------------------------------------
+
+
+def located_to_pb(reply: Located) -> pb.LocateReply:
+    """Translate `Located`."""
+    holders = [
+        pb.Holder(
+            source=source_to_pb(holder.source),
+            role=holder.role,
+            num_blocks=holder.num_blocks,
+            num_requests=holder.num_requests,
+            num_free_blocks=holder.num_free_blocks,
+        )
+        for holder in reply.holders
+    ]
+    return pb.LocateReply(epoch=reply.epoch, holders=holders)
+
+
+def located_from_pb(message: pb.LocateReply) -> Located:
+    """Translate `Located` back.
+
+    Raises:
+        BadInputError: a role this version does not know.
+    """
+    holders = tuple(
+        Holder(
+            source=source_from_pb(holder.source),
+            role=_role_from_pb(holder.role),
+            num_blocks=holder.num_blocks,
+            num_requests=holder.num_requests,
+            num_free_blocks=holder.num_free_blocks,
+        )
+        for holder in message.holders
+    )
+    return Located(epoch=Epoch(message.epoch), holders=holders)
+
+
+def leased_to_pb(reply: Leased) -> pb.LeaseReply:
+    """Translate `Leased`."""
+    return pb.LeaseReply(
+        lease_id=reply.lease_id,
+        source=None if reply.source is None else source_to_pb(reply.source),
+        num_blocks=reply.num_blocks,
+        ttl_s=reply.ttl_s,
+    )
+
+
+def leased_from_pb(message: pb.LeaseReply) -> Leased:
+    """Translate `Leased` back."""
+    return Leased(
+        lease_id=LeaseId(message.lease_id) if message.HasField("lease_id") else None,
+        source=source_from_pb(message.source) if message.HasField("source") else None,
+        num_blocks=message.num_blocks,
+        ttl_s=message.ttl_s,
+    )
+
+
+def done_to_pb(reply: Done) -> pb.DoneReply:
+    """Translate `Done`."""
+    return pb.DoneReply(changed=reply.changed)
+
+
+def done_from_pb(message: pb.DoneReply) -> Done:
+    """Translate `Done` back."""
+    return Done(changed=message.changed)
+
+
+def description_to_pb(reply: Description) -> pb.DescribeReply:
+    """Translate `Description`."""
+    return pb.DescribeReply(
+        epoch=reply.epoch,
+        scheme=scheme_to_pb(reply.scheme),
+        instances=[_instance_to_pb(status) for status in reply.instances],
+        num_leases=reply.num_leases,
+        num_handoffs=reply.num_handoffs,
+        counters=reply.counters,
+    )
+
+
+def description_from_pb(message: pb.DescribeReply) -> Description:
+    """Translate `Description` back.
+
+    Raises:
+        BadInputError: a scheme, role or identity this version does not know.
+    """
+    return Description(
+        epoch=Epoch(message.epoch),
+        scheme=scheme_from_pb(message.scheme),
+        instances=tuple(_instance_from_pb(instance) for instance in message.instances),
+        num_leases=message.num_leases,
+        num_handoffs=message.num_handoffs,
+        counters=dict(message.counters),
+    )
+
+
+def _instance_to_pb(status: InstanceStatus) -> pb.Instance:
+    info = status.info
+    source = Source(
+        instance_id=info.instance_id, incarnation=info.incarnation, address=info.address
+    )
+    return pb.Instance(
+        source=source_to_pb(source),
+        role=info.role,
+        identity_cbor=identity_to_cbor(info.identity),
+        scheme=scheme_to_pb(info.scheme),
+        block_tokens=info.layout.block_tokens,
+        num_blocks=info.num_blocks,
+        max_model_len_tokens=info.max_model_len,
+        rank_pids=info.rank_pids,
+        version=info.version,
+        num_used_blocks=status.num_used_blocks,
+        num_free_blocks=status.num_free_blocks,
+        num_cached_blocks=status.num_cached_blocks,
+        num_requests=status.num_requests,
+    )
+
+
+def _instance_from_pb(message: pb.Instance) -> InstanceStatus:
+    source = source_from_pb(message.source)
+    info = InstanceInfo(
+        instance_id=source.instance_id,
+        role=_role_from_pb(message.role),
+        incarnation=source.incarnation,
+        identity=identity_from_cbor(message.identity_cbor),
+        scheme=scheme_from_pb(message.scheme),
+        layout=Layout(block_tokens=message.block_tokens),
+        num_blocks=message.num_blocks,
+        address=source.address,
+        max_model_len=message.max_model_len_tokens,
+        rank_pids=tuple(message.rank_pids),
+        version=message.version,
+    )
+    return InstanceStatus(
+        info=info,
+        num_used_blocks=message.num_used_blocks,
+        num_free_blocks=message.num_free_blocks,
+        num_cached_blocks=message.num_cached_blocks,
+        num_requests=message.num_requests,
+    )

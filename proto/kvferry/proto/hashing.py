@@ -1,0 +1,185 @@
+"""The hash chain: one hash per full block, each covering everything before it.
+
+`H_i = digest((H_{i-1} or NONE_HASH, tokens of block i, extra keys or None))`, bit-identical to
+vLLM 0.17 and 0.32 for plain prompts, and to the version named by the scheme's key format otherwise.
+A block's hash stands for the block and its whole prefix, so equal hashes mean equal KV bytes under
+one identity.
+"""
+
+from collections.abc import Sequence
+
+from kvferry.proto.digest import depends_on_identity, digest, with_own_objects
+from kvferry.proto.errors import BadInputError, ConfigError
+from kvferry.proto.extra_keys import NO_KEYS, RequestKeys, block_extra_keys
+from kvferry.proto.ids import BlockHash
+from kvferry.proto.scheme import Algorithm, HashScheme, KeyFormat
+from kvferry.proto.tokens import normalise_tokens
+
+DEFAULT_SEED_032 = "vllm-none-hash"
+"""What vLLM 0.32 hashes for the root when PYTHONHASHSEED is unset and the algorithm is sha256*.
+
+With xxhash*, and in vLLM 0.17 with any algorithm, an unset seed means a random root, which nothing
+can share.
+"""
+
+
+def compute_none_hash(algorithm: Algorithm, seed: str) -> bytes:
+    """Return the chain's root (32 or 16 bytes) for the text of PYTHONHASHSEED.
+
+    Raises:
+        ConfigError: unknown algorithm, or a seed that is not a text.
+    """
+    if type(seed) is not str:
+        raise ConfigError(
+            "the hash seed must be a text",
+            given=f"{seed!r} ({type(seed).__name__})",
+            allowed='the text of PYTHONHASHSEED, such as "0"',
+        )
+    return digest(algorithm, seed)
+
+
+def make_scheme(
+    *,
+    seed: str = "0",
+    hash_block_tokens: int,
+    algorithm: Algorithm = "sha256_cbor",
+    key_format: KeyFormat = "0.32",
+) -> HashScheme:
+    """Return the scheme with the root that belongs to `seed`.
+
+    Raises:
+        ConfigError: unknown algorithm or key format, a seed that is not a text, or
+            `hash_block_tokens` below 1.
+    """
+    return HashScheme(
+        algorithm=algorithm,
+        key_format=key_format,
+        hash_block_tokens=hash_block_tokens,
+        none_hash=compute_none_hash(algorithm, seed),
+    )
+
+
+def hash_block(
+    scheme: HashScheme,
+    parent: bytes | bytearray | memoryview,
+    tokens: object,
+    extra_keys: tuple[object, ...] | None,
+) -> BlockHash:
+    """Return the hash of one full block.
+
+    Args:
+        scheme: the service's scheme.
+        parent: the hash before it, `scheme.none_hash` for the first block.
+        tokens: `scheme.hash_block_tokens` ids, in any form `normalise_tokens` takes.
+        extra_keys: what `block_extra_keys` returns for this block.
+
+    Raises:
+        TokenError: a token that cannot be hashed.
+        BadInputError: the block is not full, or the parent is not bytes.
+    """
+    if not isinstance(parent, (bytes, bytearray, memoryview)):
+        raise BadInputError(
+            "the parent hash must be bytes",
+            given=type(parent).__name__,
+            allowed="bytes, bytearray or memoryview",
+        )
+    plain = normalise_tokens(tokens, who="block")
+    if len(plain) != scheme.hash_block_tokens:
+        raise BadInputError(
+            "only full blocks are hashed",
+            given=f"{len(plain)} tokens",
+            allowed=f"{scheme.hash_block_tokens} tokens",
+        )
+    # CBOR encoders disagree about bytearray and memoryview; pickle writes other bytes for them.
+    return _link(scheme, bytes(parent), plain, extra_keys)
+
+
+def _link(
+    scheme: HashScheme, parent: bytes, tokens: list[int], extra_keys: tuple[object, ...] | None
+) -> BlockHash:
+    if extra_keys is not None and depends_on_identity(scheme.algorithm):
+        extra_keys = with_own_objects(extra_keys)
+    return BlockHash(digest(scheme.algorithm, (parent, tuple(tokens), extra_keys)))
+
+
+class HashChain:
+    """The chain of one request, grown as its tokens arrive.
+
+    The first `extend` takes the whole prompt: format 0.17 hashes what comes later differently
+    (`block_extra_keys`). Format 0.32 does not care how the tokens are cut.
+    """
+
+    def __init__(
+        self, scheme: HashScheme, keys: RequestKeys = NO_KEYS, *, who: str = "request"
+    ) -> None:
+        self._scheme = scheme
+        self._keys = keys
+        self._who = who
+        self._hashes: tuple[BlockHash, ...] = ()
+        self._tail: list[int] = []
+
+    @property
+    def hashes(self) -> tuple[BlockHash, ...]:
+        """The hashes of all full blocks so far, first block first."""
+        return self._hashes
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens taken so far, the ones after the last full block included."""
+        return len(self._hashes) * self._scheme.hash_block_tokens + len(self._tail)
+
+    def extend(self, tokens: object) -> tuple[BlockHash, ...]:
+        """Take more tokens (see `normalise_tokens`) and return the hashes of newly full blocks.
+
+        Raises:
+            TokenError: a token that cannot be hashed; the chain is as it was.
+        """
+        waiting = self._tail + normalise_tokens(tokens, who=self._who)
+        size = self._scheme.hash_block_tokens
+        resumed_at = len(self._hashes) * size
+        parent = self._hashes[-1] if self._hashes else self._scheme.none_hash
+        new: list[BlockHash] = []
+        for first in range(0, len(waiting) - size + 1, size):
+            start = resumed_at + first
+            extra_keys = block_extra_keys(
+                self._scheme.key_format, self._keys, start, start + size, resumed_at=resumed_at
+            )
+            link = _link(self._scheme, parent, waiting[first : first + size], extra_keys)
+            new.append(link)
+            parent = link
+        self._hashes += tuple(new)
+        self._tail = waiting[len(new) * size :]
+        return tuple(new)
+
+
+def hash_tokens(
+    scheme: HashScheme,
+    tokens: object,
+    keys: RequestKeys = NO_KEYS,
+    *,
+    who: str = "request",
+) -> tuple[BlockHash, ...]:
+    """Return the hashes of all full blocks of `tokens`, hashed in one pass.
+
+    Raises:
+        TokenError: a token that cannot be hashed.
+    """
+    return HashChain(scheme, keys, who=who).extend(tokens)
+
+
+def merged_view(
+    hashes: Sequence[BlockHash], *, ratio: int, key_format: KeyFormat
+) -> tuple[BlockHash, ...]:
+    """Return one hash per run of `ratio` hash blocks; an incomplete last run is left out.
+
+    Format 0.32 takes the last hash of the run (it covers the others), 0.17 joins them all.
+
+    Raises:
+        BadInputError: `ratio` below 1.
+    """
+    if type(ratio) is not int or ratio < 1:
+        raise BadInputError("ratio must be a positive integer", given=repr(ratio), allowed=">= 1")
+    if key_format == "0.32":
+        return tuple(hashes[ratio - 1 :: ratio])
+    starts = range(0, len(hashes) - ratio + 1, ratio)
+    return tuple(BlockHash(b"".join(hashes[start : start + ratio])) for start in starts)

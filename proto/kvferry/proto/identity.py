@@ -1,0 +1,105 @@
+"""The identity: everything under which cached bytes are interchangeable, and its digest.
+
+Layout, block size and parallel sizes are deliberately not part of it: those are resharded.
+"""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import cbor2
+
+from kvferry.proto.errors import ConfigError, IdentityMismatchError
+
+AttentionKind = Literal["full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """Layers that share one kind of attention and one block table."""
+
+    kind: AttentionKind
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What cached bytes depend on.
+
+    `weight_version` is a digest of the weights (or the operator's own version text); new weights
+    under the same name are a new identity. `rope` is the canonical text of the rope settings.
+    dtypes are torch names without prefix ("float32", "bfloat16"); `kv_scales` is "" when the cache
+    is not quantised.
+    """
+
+    model: str
+    weight_version: str
+    weight_dtype: str
+    kv_dtype: str
+    kv_scales: str
+    rope: str
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    groups: tuple[GroupSpec, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_size"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} must be a positive integer", given=value, allowed=">= 1")
+        covered = sorted(layer for group in self.groups for layer in group.layers)
+        if covered != list(range(self.num_layers)):
+            raise ConfigError(
+                "the groups must cover every layer exactly once",
+                given=covered,
+                allowed=f"0 to {self.num_layers - 1}",
+            )
+
+    def digest(self) -> bytes:
+        """Return 32 bytes that are equal exactly when the identities are."""
+        return hashlib.sha256(cbor2.dumps(identity_to_plain(self), canonical=True)).digest()
+
+
+def identity_to_plain(identity: Identity) -> dict[str, Any]:
+    """Return the identity as plain maps, lists and scalars (for the wire, JSON and the digest)."""
+    plain = asdict(identity)
+    plain["groups"] = [
+        {"kind": group.kind, "layers": list(group.layers)} for group in identity.groups
+    ]
+    return plain
+
+
+def identity_from_plain(plain: dict[str, Any]) -> Identity:
+    """Return the identity that `identity_to_plain` took apart.
+
+    Raises:
+        ConfigError: a field is missing, unknown or of the wrong kind.
+    """
+    try:
+        groups = tuple(
+            GroupSpec(kind=group["kind"], layers=tuple(group["layers"]))
+            for group in plain["groups"]
+        )
+        return Identity(**{**plain, "groups": groups})
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            "not an identity", given=str(error), allowed=list(Identity.__dataclass_fields__)
+        ) from error
+
+
+def require_equal_identities(ours: Identity, theirs: Identity, *, who: str) -> None:
+    """Refuse a peer whose bytes mean something else than ours.
+
+    Raises:
+        IdentityMismatchError: naming each differing field with the peer's value (`given`) and ours
+            (`allowed`).
+    """
+    mine, other = identity_to_plain(ours), identity_to_plain(theirs)
+    differing = [name for name in mine if mine[name] != other[name]]
+    if differing:
+        raise IdentityMismatchError(
+            f"{who} has another identity",
+            given={name: other[name] for name in differing},
+            allowed={name: mine[name] for name in differing},
+        )

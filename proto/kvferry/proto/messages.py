@@ -1,0 +1,396 @@
+"""What processes say to the coordinator, and what it answers: frozen values, no behaviour.
+
+Commands go in through `CoordinatorService.handle(command, now)`; replies come out. The Ray actor
+passes these objects as they are; the gRPC front translates the ones an outside engine needs.
+
+Every mutating command carries `call_id` (idempotency: the same id gets the same reply again) and
+the lives it was made under (`epoch` of the coordinator, `incarnation` of the instance); a command
+from an earlier life is refused with `StaleError`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvferry.proto.identity import Identity
+from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, LeaseId, RequestId
+from kvferry.proto.layout import Layout
+from kvferry.proto.scheme import HashScheme
+
+Role = Literal["prefill", "decode", "store"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceInfo:
+    """One instance as it introduces itself.
+
+    `num_blocks` includes the null block. `address` is `host:port` of its transfer server
+    (rank 0's; one rank per instance today). `max_model_len` is in tokens, 0 for a store.
+    """
+
+    instance_id: InstanceId
+    role: Role
+    incarnation: Incarnation
+    identity: Identity
+    scheme: HashScheme
+    layout: Layout
+    num_blocks: int
+    address: str
+    max_model_len: int
+    rank_pids: tuple[int, ...]
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisterInstance:
+    """Join the service. An identical repeat is accepted; another living process is refused."""
+
+    call_id: str
+    info: InstanceInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """The service as the new member must know it."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveInstance:
+    """Forget an instance (it died or leaves): its blocks, leases and requests are dropped."""
+
+    call_id: str
+    instance_id: InstanceId
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A command took effect (`changed`) or had already (`not changed`)."""
+
+    changed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the last step wrote for one request.
+
+    Slots of tokens `[0, num_computed_tokens)` are written on every rank. `new_hashes` are the
+    hashes of the full blocks that exist since the last report (their tokens need not be written).
+    """
+
+    request_id: RequestId
+    num_tokens: int
+    num_computed_tokens: int
+    new_hashes: tuple[BlockHash, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """A load has ended and its writer is closed, whatever the outcome.
+
+    `num_computed_tokens`: tokens in place counted from the prompt's start (local hit + whole
+    verified blocks that arrived in order). `error` is None when everything asked for arrived.
+    """
+
+    request_id: RequestId
+    num_computed_tokens: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """A request has ended here; its blocks go back (cached ones stay findable).
+
+    With `handoff`, the blocks of its computed full blocks are leased for the decode side first.
+    """
+
+    request_id: RequestId
+    handoff: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningAsk:
+    """A running request wants its slots extended so that `target_tokens` can be computed."""
+
+    request_id: RequestId
+    target_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmitAsk:
+    """A waiting request wants in.
+
+    `hashes` covers all full blocks of its `num_tokens` known tokens (prompt and, after a
+    preemption or a move, generated ones). Tokens `[0, target_tokens)` are to be computed here.
+    `resumed` marks a request that was preempted or moved: its hits do not count again.
+    """
+
+    request_id: RequestId
+    num_tokens: int
+    target_tokens: int
+    hashes: tuple[BlockHash, ...]
+    resumed: bool = False
+    allow_remote: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One engine step, whatever the number of requests in it.
+
+    The coordinator applies, in order: `load_results`, `progress`, `releases`, then grants slots to
+    `running` (first to last; when blocks run out, loads in flight are cancelled first, then the
+    *last* running request is preempted), then admits `waiting` from the front until one does not
+    fit. The engine expresses its policy (first come first served, priority) by the order alone.
+    """
+
+    call_id: str
+    epoch: Epoch
+    instance_id: InstanceId
+    incarnation: Incarnation
+    load_results: tuple[LoadResult, ...] = ()
+    progress: tuple[Progress, ...] = ()
+    releases: tuple[Release, ...] = ()
+    running: tuple[RunningAsk, ...] = ()
+    waiting: tuple[AdmitAsk, ...] = ()
+    token_budget: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduled:
+    """Run tokens `[num_computed_tokens, num_computed_tokens + num_new_tokens)` of a request now.
+
+    `new_block_ids` are appended to its block table. On admission that is the whole table, of which
+    the first `num_hit_blocks` hold cached content and must not be overwritten.
+    """
+
+    request_id: RequestId
+    num_computed_tokens: int
+    num_new_tokens: int
+    new_block_ids: tuple[BlockId, ...]
+    num_hit_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where blocks can be fetched: an instance in one life, and its transfer address."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A request was admitted; blocks `[num_hit_blocks, num_blocks)` are to be fetched from a peer.
+
+    `block_ids` is the request's whole table so far. The destination blocks are reserved and not
+    findable. The source's blocks are leased until `deadline_s` seconds from now. The request joins
+    the running ones once its `LoadResult` has been reported.
+    """
+
+    request_id: RequestId
+    block_ids: tuple[BlockId, ...]
+    num_hit_blocks: int
+    source: Source
+    lease_id: LeaseId
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReply:
+    """What to run in this step.
+
+    `preempted`: these gave all blocks back and go to the head of the waiting queue.
+    `cancel_loads`: stop these loads, wait until their writer is closed, report a `LoadResult`, and
+    treat the request as preempted then (it appears in a later reply's `preempted`).
+    """
+
+    epoch: Epoch
+    scheduled: tuple[Scheduled, ...] = ()
+    loads: tuple[Load, ...] = ()
+    preempted: tuple[RequestId, ...] = ()
+    cancel_loads: tuple[RequestId, ...] = ()
+    num_free_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Locate:
+    """Who holds the longest prefix of `hashes` under this identity?"""
+
+    identity_digest: bytes
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """One live instance of the identity and how much of the prefix it holds (may be 0 blocks)."""
+
+    source: Source
+    role: Role
+    num_blocks: int
+    num_requests: int
+    num_free_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """All live instances of the identity, longest prefix first, then fewest requests, then id."""
+
+    epoch: Epoch
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcquireLease:
+    """Keep the longest prefix of `hashes` at one instance in place for `ttl_s` seconds.
+
+    With `instance_id` None the instance with the longest prefix is taken.
+    """
+
+    call_id: str
+    identity_digest: bytes
+    hashes: tuple[BlockHash, ...]
+    ttl_s: float
+    instance_id: InstanceId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leased:
+    """The lease; `num_blocks` 0 (and no lease) when nobody holds the first block."""
+
+    lease_id: LeaseId | None
+    source: Source | None
+    num_blocks: int
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewLease:
+    """Move a lease's deadline to `ttl_s` from now, up to the cap counted from its start."""
+
+    call_id: str
+    lease_id: LeaseId
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseLease:
+    """Give a lease back. Unknown or expired ids are no error (`Done.changed` is False)."""
+
+    call_id: str
+    lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """A worker asks for destination blocks for content that a client is about to store.
+
+    Hashes the instance already holds are left out: `Reserved.block_ids[i]` is None for them.
+    """
+
+    call_id: str
+    epoch: Epoch
+    instance_id: InstanceId
+    incarnation: Incarnation
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """Destination blocks, owned by the reservation until `EndReservation`."""
+
+    reservation_id: LeaseId
+    block_ids: tuple[BlockId | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndReservation:
+    """The writer is closed. The first `num_written` hashes become findable, the rest is freed."""
+
+    call_id: str
+    epoch: Epoch
+    instance_id: InstanceId
+    incarnation: Incarnation
+    reservation_id: LeaseId
+    num_written: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenHandoff:
+    """The router sends a prompt to a prefill instance, to be decoded elsewhere."""
+
+    call_id: str
+    request_id: RequestId
+    prefill_instance: InstanceId
+    decode_instance: InstanceId
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseHandoff:
+    """The decode side has its blocks, or nobody needs them any more; the lease ends."""
+
+    call_id: str
+    request_id: RequestId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Describe:
+    """Ask for the service's scheme, identities and instances."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceStatus:
+    """One instance as the coordinator sees it now; counts in blocks, null block not counted."""
+
+    info: InstanceInfo
+    num_used_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """The service at one moment."""
+
+    epoch: Epoch
+    scheme: HashScheme
+    instances: tuple[InstanceStatus, ...]
+    num_leases: int
+    num_handoffs: int
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time passes: leases and handoffs past their deadline end."""
+
+
+Command = (
+    RegisterInstance
+    | RemoveInstance
+    | Step
+    | Locate
+    | AcquireLease
+    | RenewLease
+    | ReleaseLease
+    | Reserve
+    | EndReservation
+    | OpenHandoff
+    | CloseHandoff
+    | Describe
+    | Tick
+)
+Reply = Registered | Done | StepReply | Located | Leased | Reserved | Description
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """Something the shell should tell a person: a lease expired, an instance was removed ..."""
+
+    kind: str
+    detail: str

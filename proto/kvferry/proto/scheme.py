@@ -1,0 +1,60 @@
+"""The hash scheme: everything two processes must share for their hashes to be equal."""
+
+from dataclasses import asdict, dataclass
+from typing import Literal, get_args
+
+from kvferry.proto.errors import ConfigError, SchemeMismatchError
+
+Algorithm = Literal["sha256_cbor", "sha256", "xxhash_cbor", "xxhash"]
+KeyFormat = Literal["0.32", "0.17"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HashScheme:
+    """One scheme per service.
+
+    `none_hash` is the chain's root, made from the text of PYTHONHASHSEED by the algorithm.
+    `hash_block_tokens` is the number of tokens that one hash covers.
+    """
+
+    algorithm: Algorithm
+    key_format: KeyFormat
+    hash_block_tokens: int
+    none_hash: bytes
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in get_args(Algorithm):
+            raise ConfigError(
+                "unknown hash algorithm", given=self.algorithm, allowed=list(get_args(Algorithm))
+            )
+        if self.key_format not in get_args(KeyFormat):
+            raise ConfigError(
+                "unknown key format", given=self.key_format, allowed=list(get_args(KeyFormat))
+            )
+        if type(self.hash_block_tokens) is not int or self.hash_block_tokens < 1:
+            raise ConfigError(
+                "hash_block_tokens must be a positive integer",
+                given=self.hash_block_tokens,
+                allowed=">= 1",
+            )
+
+
+def require_equal_schemes(ours: HashScheme, theirs: HashScheme, *, who: str) -> None:
+    """Refuse a peer whose hashes could never match ours.
+
+    Raises:
+        SchemeMismatchError: naming each differing field with the peer's value (`given`) and ours
+            (`allowed`).
+    """
+    mine, other = asdict(ours), asdict(theirs)
+    differing = [name for name in mine if mine[name] != other[name]]
+    if differing:
+        raise SchemeMismatchError(
+            f"{who} hashes blocks under another scheme than the service",
+            given={name: _printable(other[name]) for name in differing},
+            allowed={name: _printable(mine[name]) for name in differing},
+        )
+
+
+def _printable(value: object) -> object:
+    return value.hex() if isinstance(value, bytes) else value

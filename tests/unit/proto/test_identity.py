@@ -1,0 +1,98 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from kvferry.proto.errors import ConfigError, IdentityMismatchError
+from kvferry.proto.identity import (
+    GroupSpec,
+    Identity,
+    identity_from_plain,
+    identity_to_plain,
+    require_equal_identities,
+)
+
+IDENTITY = Identity(
+    model="tiny",
+    weight_version="sha256:00ff",
+    weight_dtype="bfloat16",
+    kv_dtype="bfloat16",
+    kv_scales="",
+    rope='{"theta":10000.0}',
+    num_layers=2,
+    num_kv_heads=2,
+    head_size=64,
+    groups=(GroupSpec(kind="full", layers=(0, 1)),),
+)
+CHANGES = [
+    {"model": "other"},
+    {"weight_version": "sha256:00fe"},
+    {"weight_dtype": "float32"},
+    {"kv_dtype": "float32"},
+    {"kv_scales": "1.0"},
+    {"rope": '{"theta":500000.0}'},
+    {"num_kv_heads": 4},
+    {"head_size": 128},
+    {"groups": (GroupSpec(kind="full", layers=(0,)), GroupSpec(kind="full", layers=(1,)))},
+]
+
+
+def test_equal_identities_have_equal_digests_of_32_bytes() -> None:
+    assert replace(IDENTITY).digest() == IDENTITY.digest()
+    assert len(IDENTITY.digest()) == 32
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
+def test_a_difference_in_any_field_changes_the_digest_and_is_refused_by_name(
+    change: dict[str, object],
+) -> None:
+    theirs = replace(IDENTITY, **change)  # type: ignore[arg-type]
+    assert theirs.digest() != IDENTITY.digest()
+    with pytest.raises(IdentityMismatchError, match="instance p-0") as caught:
+        require_equal_identities(IDENTITY, theirs, who="instance p-0")
+    assert list(caught.value.given) == list(caught.value.allowed) == list(change)
+
+
+def test_a_mismatch_shows_both_values() -> None:
+    with pytest.raises(IdentityMismatchError) as caught:
+        require_equal_identities(IDENTITY, replace(IDENTITY, head_size=128), who="x")
+    assert caught.value.given == {"head_size": 128}
+    assert caught.value.allowed == {"head_size": 64}
+
+
+def test_equal_identities_are_accepted() -> None:
+    require_equal_identities(IDENTITY, replace(IDENTITY), who="x")
+
+
+def test_the_plain_form_survives_json_and_becomes_the_same_identity() -> None:
+    plain = json.loads(json.dumps(identity_to_plain(IDENTITY)))
+    assert plain["groups"] == [{"kind": "full", "layers": [0, 1]}]
+    assert identity_from_plain(plain) == IDENTITY
+    assert identity_from_plain(plain).digest() == IDENTITY.digest()
+
+
+def test_a_plain_form_with_a_missing_or_unknown_field_is_refused() -> None:
+    plain = identity_to_plain(IDENTITY)
+    for broken in (
+        {key: value for key, value in plain.items() if key != "rope"},
+        {key: value for key, value in plain.items() if key != "groups"},
+        {**plain, "colour": "red"},
+        {**plain, "groups": [{"kind": "full"}]},
+    ):
+        with pytest.raises(ConfigError, match="not an identity"):
+            identity_from_plain(broken)
+
+
+@pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "head_size"])
+@pytest.mark.parametrize("value", [0, -1, True, 2.0])
+def test_a_size_that_is_no_positive_integer_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be a positive integer") as caught:
+        replace(IDENTITY, **{name: value})  # type: ignore[arg-type]
+    assert caught.value.given == value
+
+
+@pytest.mark.parametrize("layers", [(0,), (0, 1, 1), (0, 2), (0, 1, 2), ()])
+def test_groups_that_do_not_cover_every_layer_once_are_refused(layers: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="every layer exactly once") as caught:
+        replace(IDENTITY, groups=(GroupSpec(kind="full", layers=layers),))
+    assert caught.value.given == sorted(layers)
