@@ -1,0 +1,155 @@
+"""Admits waiting requests: local hit first, then the longest prefix of a peer, then compute."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvferry.coordinator.cache_manager import GroupBlocks
+from kvferry.coordinator.handoff import HandoffEvent
+from kvferry.coordinator.instances import GROUP, Instance, LoadInFlight
+from kvferry.coordinator.request_state import RequestState
+from kvferry.coordinator.state import ServiceState
+from kvferry.coordinator.step_outcome import StepOutcome
+from kvferry.proto.messages import AdmitAsk, Load, Scheduled
+
+
+def admit_waiting(
+    state: ServiceState,
+    instance: Instance,
+    waiting: Iterable[AdmitAsk],
+    outcome: StepOutcome,
+    *,
+    now: float,
+    step_lease_s: float,
+) -> None:
+    """Admit from the front until one does not fit the pool or the token budget."""
+    admission = _Admission(state, instance, outcome, now, step_lease_s)
+    for ask in waiting:
+        if not admission.admit(ask):
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class _Hit:
+    """A local prefix hit: its blocks, and its tokens."""
+
+    blocks: GroupBlocks
+    num_tokens: int
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks[GROUP])
+
+
+@dataclass(slots=True)
+class _Admission:
+    state: ServiceState
+    instance: Instance
+    outcome: StepOutcome
+    now: float
+    step_lease_s: float
+
+    def admit(self, ask: AdmitAsk) -> bool:
+        """Admit one request, or change nothing and return False."""
+        request = RequestState(
+            request_id=ask.request_id,
+            num_tokens=ask.num_tokens,
+            hashes=list(ask.hashes),
+            num_preemptions=int(ask.resumed),
+        )
+        manager = self.instance.manager
+        hit = _Hit(*manager.get_computed_blocks(request, ask.target_tokens))
+        holder, num_held = self._best_peer(ask) if ask.allow_remote else (None, 0)
+        if holder is not None and num_held > hit.num_blocks:
+            return self._admit_load(ask, request, hit, holder, num_held)
+        return self._admit_compute(ask, request, hit)
+
+    def _best_peer(self, ask: AdmitAsk) -> tuple[Instance | None, int]:
+        usable_tokens = min(ask.num_tokens - 1, ask.target_tokens)
+        hashes = ask.hashes[: usable_tokens // self.instance.manager.block_tokens]
+        for holder, num_held in self.state.holders(self.instance.identity_digest, hashes):
+            if holder is not self.instance:
+                return holder, num_held
+        return None, 0
+
+    def _admit_compute(self, ask: AdmitAsk, request: RequestState, hit: _Hit) -> bool:
+        wanted = ask.target_tokens - hit.num_tokens
+        num_new = min(wanted, self.outcome.token_budget)
+        if wanted and not num_new:
+            return False
+        manager = self.instance.manager
+        if wanted:
+            granted = manager.allocate_slots(
+                request,
+                num_new,
+                num_new_computed_tokens=hit.num_tokens,
+                new_computed_blocks=hit.blocks,
+                delay_cache_blocks=True,
+            )
+            if granted is None:
+                return False
+        else:
+            # Hits are in the pool already, so referencing them always fits.
+            manager.adopt_computed_blocks(request, hit.blocks)
+        self._enter(ask, request, hit)
+        self.outcome.token_budget -= num_new
+        self.outcome.scheduled.append(
+            Scheduled(
+                request_id=ask.request_id,
+                num_computed_tokens=hit.num_tokens,
+                num_new_tokens=num_new,
+                new_block_ids=self.instance.table(ask.request_id),
+                num_hit_blocks=hit.num_blocks,
+            )
+        )
+        self.state.move_decode_handoff(self.instance, ask.request_id, HandoffEvent.FINISHED)
+        return True
+
+    def _admit_load(
+        self, ask: AdmitAsk, request: RequestState, hit: _Hit, holder: Instance, num_held: int
+    ) -> bool:
+        manager = self.instance.manager
+        num_missing = num_held - hit.num_blocks
+        source_blocks = self.state.blocks_of_prefix(holder, ask.hashes[:num_held])
+        granted = manager.allocate_slots(
+            request,
+            0,
+            num_new_computed_tokens=hit.num_tokens,
+            new_computed_blocks=hit.blocks,
+            num_external_computed_tokens=num_missing * manager.block_tokens,
+            delay_cache_blocks=True,
+        )
+        if granted is None:
+            return False
+        lease = self.state.lease_blocks(
+            holder,
+            source_blocks[hit.num_blocks :],
+            now=self.now,
+            ttl_s=self.step_lease_s,
+            beneficiary=self.instance.info.instance_id,
+        )
+        self._enter(ask, request, hit)
+        self.instance.loads[ask.request_id] = LoadInFlight(
+            lease_id=lease.lease_id,
+            hit_tokens=hit.num_tokens,
+            asked_tokens=num_held * manager.block_tokens,
+            first_admission=not ask.resumed,
+        )
+        self.outcome.loads.append(
+            Load(
+                request_id=ask.request_id,
+                block_ids=self.instance.table(ask.request_id),
+                num_hit_blocks=hit.num_blocks,
+                source=holder.source,
+                lease_id=lease.lease_id,
+                deadline_s=lease.deadline_s - self.now,
+            )
+        )
+        self.state.move_decode_handoff(self.instance, ask.request_id, HandoffEvent.PULL_STARTED)
+        return True
+
+    def _enter(self, ask: AdmitAsk, request: RequestState, hit: _Hit) -> None:
+        request.num_computed_tokens = hit.num_tokens
+        self.instance.requests[ask.request_id] = request
+        self.instance.manager.record_admission(request, hit.num_tokens)
+        if not ask.resumed:
+            self.state.counters["local_hit_tokens"] += hit.num_tokens

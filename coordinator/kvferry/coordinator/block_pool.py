@@ -1,0 +1,246 @@
+"""One instance's blocks: who references them, which are free, and which hash each one carries.
+
+Decides which block is evicted next; knows nothing of requests. Behaves like vLLM 0.32's pool.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvferry.coordinator.free_queue import FreeQueue
+from kvferry.coordinator.pool_events import Cleared, PoolEvent, Removed, Stored
+from kvferry.proto.errors import BadInputError, ConfigError, InvariantError
+from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupedHash, GroupId, pack_group
+
+# One block under a key is stored as its bare id, several as an insertion-ordered dict: duplicates
+# are rare, and a dict per key would be most of the index's memory.
+_Entry = BlockId | dict[BlockId, None]
+
+
+class BlockPool:
+    """Ref counts, free queue and hash index of `num_blocks` blocks.
+
+    Block 0 is the null block: it is never free, never cached and never freed. Two blocks with
+    equal content are both kept, because block tables are append-only.
+    """
+
+    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
+        """Make a pool whose blocks `1 .. num_blocks - 1` are free, in ascending order.
+
+        Raises:
+            ConfigError: `num_blocks` is not an integer of at least 1.
+
+        """
+        if type(num_blocks) is not int or num_blocks < 1:
+            raise ConfigError(
+                "num_blocks must be a positive integer", given=repr(num_blocks), allowed=">= 1"
+            )
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.num_refused_frees = 0
+        self._ref_counts = array("i", bytes(4 * num_blocks))
+        self._keys: list[GroupedHash | None] = [None] * num_blocks
+        self._index: dict[GroupedHash, _Entry] = {}
+        self._free = FreeQueue(num_blocks)
+        self._free.remove(NULL_BLOCK)
+        self._events: list[PoolEvent] = []
+
+    # --- reading -----------------------------------------------------------------------------
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be handed out now, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks with a reference (the null block is not counted)."""
+        return self.num_blocks - 1 - len(self._free)
+
+    @property
+    def num_keys(self) -> int:
+        """Distinct keys in the index (duplicates of one key count once)."""
+        return len(self._index)
+
+    @property
+    def usage(self) -> float:
+        """Referenced share of the usable blocks, 0 to 1."""
+        usable = self.num_blocks - 1
+        return 1.0 - len(self._free) / usable if usable else 0.0
+
+    def free_order(self) -> Iterator[BlockId]:
+        """Yield the free blocks, first to be reused first."""
+        return iter(self._free)
+
+    def is_free(self, block_id: BlockId) -> bool:
+        """Tell whether a block stands in the free queue."""
+        return block_id in self._free
+
+    def ref_count(self, block_id: BlockId) -> int:
+        """Return how many owners a block has."""
+        return self._ref_counts[block_id]
+
+    def key_of(self, block_id: BlockId) -> GroupedHash | None:
+        """Return the key a block carries, or None."""
+        return self._keys[block_id]
+
+    def index_items(self) -> Iterator[tuple[GroupedHash, tuple[BlockId, ...]]]:
+        """Yield every key with its blocks, oldest copy first."""
+        for key, entry in self._index.items():
+            yield key, tuple(entry) if isinstance(entry, dict) else (entry,)
+
+    def num_free_of(self, block_ids: Iterable[BlockId]) -> int:
+        """Count those of the blocks that touching would take out of the free queue."""
+        counts = self._ref_counts
+        return sum(1 for block in block_ids if not counts[block])
+
+    def get_cached_block(self, block_hash: BlockHash, group_id: GroupId) -> BlockId | None:
+        """Return the oldest block of a hash in a group, or None."""
+        found = self.get_cached_prefix((block_hash,), group_id)
+        return found[0] if found else None
+
+    def get_cached_prefix(self, hashes: Iterable[BlockHash], group_id: GroupId) -> list[BlockId]:
+        """Return the blocks of the longest run of `hashes`, from the first, that is cached."""
+        suffix = pack_group(BlockHash(b""), group_id)
+        get = self._index.get
+        found: list[BlockId] = []
+        for block_hash in hashes:
+            entry = get(GroupedHash(block_hash + suffix))
+            if entry is None:
+                break
+            found.append(next(iter(entry)) if isinstance(entry, dict) else entry)
+        return found
+
+    # --- owning ------------------------------------------------------------------------------
+
+    def get_new_blocks(self, count: int) -> list[BlockId]:
+        """Hand out blocks with one reference each; what they had cached is forgotten.
+
+        Raises:
+            InvariantError: fewer are free (the caller must have counted); nothing is taken then.
+
+        """
+        taken = self._free.popleft_n(count)
+        counts, keys = self._ref_counts, self._keys
+        for block in taken:
+            if keys[block] is not None:
+                self._forget(block)
+            counts[block] = 1
+        return taken
+
+    def touch(self, block_ids: Iterable[BlockId]) -> None:
+        """Add one reference to each block, taking unreferenced ones out of the free queue."""
+        counts, remove = self._ref_counts, self._free.remove
+        for block in block_ids:
+            if block == NULL_BLOCK:
+                continue
+            if not counts[block]:
+                remove(block)
+            counts[block] += 1
+
+    def free_blocks(self, ordered: Iterable[BlockId]) -> None:
+        """Take one reference from each block; the first given is to be reused first.
+
+        Callers pass a request's table tail first, so that chains are evicted from their end.
+        Blocks without a hash go to the front of the queue: nothing is lost by reusing them.
+        A block that has no reference left, and the null block, are refused and counted in
+        `num_refused_frees`; the rest of the list is freed all the same.
+        """
+        counts, keys = self._ref_counts, self._keys
+        hashed: list[BlockId] = []
+        unhashed: list[BlockId] = []
+        for block in ordered:
+            count = counts[block]
+            if count <= 0:
+                self.num_refused_frees += 1
+                continue
+            counts[block] = count - 1
+            if count == 1:
+                (unhashed if keys[block] is None else hashed).append(block)
+        self._free.prepend_n(unhashed)
+        self._free.append_n(hashed)
+
+    # --- finding -----------------------------------------------------------------------------
+
+    def cache_full_blocks(
+        self,
+        hashes: Sequence[BlockHash],
+        block_ids: Sequence[BlockId],
+        num_cached: int,
+        num_full: int,
+        group_id: GroupId,
+    ) -> None:
+        """Make blocks `[num_cached, num_full)` of a table findable under the hashes there.
+
+        Raises:
+            InvariantError: hashes or blocks are missing, or a block carries a hash already;
+                nothing is made findable then.
+
+        """
+        if num_cached >= num_full:
+            return
+        if len(hashes) < num_full or len(block_ids) < num_full:
+            raise InvariantError(
+                "fewer hashes or blocks than full blocks",
+                given={"hashes": len(hashes), "blocks": len(block_ids)},
+                allowed=f">= {num_full}",
+            )
+        suffix = pack_group(BlockHash(b""), group_id)
+        blocks = tuple(block_ids[num_cached:num_full])
+        for block in blocks:
+            if self._keys[block] is not None or block == NULL_BLOCK:
+                raise InvariantError("block cannot take another hash", given=block)
+        keys = tuple(GroupedHash(h + suffix) for h in hashes[num_cached:num_full])
+        for block, key in zip(blocks, keys, strict=True):
+            self._keys[block] = key
+            self._insert(key, block)
+        self._events.append(Stored(blocks, keys))
+
+    def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
+        """Forget the hashes of blocks, in the given order; their owners keep them.
+
+        Raises:
+            BadInputError: an id outside the pool; those before it are forgotten already.
+
+        """
+        for block in block_ids:
+            if not 0 <= block < self.num_blocks:
+                raise BadInputError(
+                    "unknown block id", given=block, allowed=f"0 to {self.num_blocks - 1}"
+                )
+            if self._keys[block] is not None:
+                self._forget(block)
+
+    def reset(self) -> bool:
+        """Forget every hash, and tell whether that was done: not while a block is in use."""
+        if self.num_used_blocks:
+            return False
+        self._index = {}
+        self._keys = [None] * self.num_blocks
+        self._events.append(Cleared())
+        return True
+
+    def take_events(self) -> list[PoolEvent]:
+        """Return what changed in the index since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def _insert(self, key: GroupedHash, block: BlockId) -> None:
+        entry = self._index.get(key)
+        if entry is None:
+            self._index[key] = block
+        elif isinstance(entry, dict):
+            entry[block] = None
+        else:
+            self._index[key] = {entry: None, block: None}
+
+    def _forget(self, block: BlockId) -> None:
+        key = self._keys[block]
+        if key is None:
+            raise InvariantError("block carries no hash", given=block)
+        entry = self._index[key]
+        if isinstance(entry, dict) and len(entry) > 1:
+            del entry[block]
+        else:
+            del self._index[key]
+        self._keys[block] = None
+        self._events.append(Removed(block, key))

@@ -1,0 +1,144 @@
+"""What must hold after every command; each check names both sides when it does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvferry.coordinator.handoff import HandoffState
+from kvferry.coordinator.instances import GROUP, Instance
+from kvferry.proto.errors import InvariantError
+from kvferry.proto.ids import NULL_BLOCK, BlockId
+
+if TYPE_CHECKING:
+    from kvferry.coordinator.service import CoordinatorService
+    from kvferry.coordinator.state import ServiceState
+
+
+def check(service: CoordinatorService) -> None:
+    """Check every pool, the location index, the leases and the handoffs.
+
+    Raises:
+        InvariantError: naming what was found and what had to be.
+
+    """
+    state = service.state
+    for instance in state.instances.values():
+        _check_counts(instance)
+        _check_index(instance)
+        _check_owners(state, instance)
+        _check_written(instance)
+    _check_locations(state)
+    _check_promises(state)
+
+
+def _require_equal(what: str, found: object, must_be: object) -> None:
+    if found != must_be:
+        raise InvariantError(what, given=str(found), allowed=str(must_be))
+
+
+def _check_counts(instance: Instance) -> None:
+    pool, name = instance.manager.pool, instance.info.instance_id
+    order = list(pool.free_order())
+    _require_equal(f"{name}: length of the free queue", len(order), pool.num_free_blocks)
+    _require_equal(f"{name}: distinct free blocks", len(set(order)), len(order))
+    unreferenced = {
+        BlockId(block) for block in range(1, pool.num_blocks) if pool.ref_count(BlockId(block)) == 0
+    }
+    _require_equal(f"{name}: free blocks and blocks without reference", set(order), unreferenced)
+    _require_equal(f"{name}: references to the null block", pool.ref_count(NULL_BLOCK), 0)
+    referenced = pool.num_blocks - 1 - len(unreferenced)
+    _require_equal(
+        f"{name}: free + referenced + null", len(order) + referenced + 1, pool.num_blocks
+    )
+    _require_equal(f"{name}: usage within 0..1", 0.0 <= pool.usage <= 1.0, True)
+    _require_equal(f"{name}: blocks freed twice", pool.num_refused_frees, 0)
+
+
+def _check_index(instance: Instance) -> None:
+    pool, name = instance.manager.pool, instance.info.instance_id
+    indexed = {block: key for key, blocks in pool.index_items() for block in blocks}
+    carried = {
+        BlockId(block): key
+        for block in range(pool.num_blocks)
+        if (key := pool.key_of(BlockId(block))) is not None
+    }
+    _require_equal(f"{name}: indexed blocks and blocks with a hash", indexed, carried)
+
+
+def _check_owners(state: ServiceState, instance: Instance) -> None:
+    """Every reference has an owner, and unfindable blocks have one owner at most."""
+    pool, name = instance.manager.pool, instance.info.instance_id
+    owners: Counter[BlockId] = Counter()
+    for request_id, table in instance.manager.groups[GROUP].tables():
+        _require_equal(
+            f"{name}: table of request {request_id}", request_id in instance.requests, True
+        )
+        owners.update(table)
+    for block, count in owners.items():
+        if count > 1 and pool.key_of(block) is None:
+            raise InvariantError(f"{name}: unfindable block {block} is in {count} tables")
+    for lease in state.leases.live():
+        if lease.instance_id == name:
+            owners.update(lease.block_ids)
+    for reservation in instance.reservations.values():
+        owners.update(reservation.kept)
+        owners.update(block for block in reservation.block_ids if block is not None)
+    references = Counter(
+        {
+            BlockId(block): count
+            for block in range(1, pool.num_blocks)
+            if (count := pool.ref_count(BlockId(block)))
+        }
+    )
+    _require_equal(f"{name}: references and their owners", references, owners)
+
+
+def _check_written(instance: Instance) -> None:
+    pool, name = instance.manager.pool, instance.info.instance_id
+    for request_id, request in instance.requests.items():
+        num_written = request.num_computed_tokens // instance.manager.block_tokens
+        for block in instance.table(request_id)[num_written:]:
+            if pool.key_of(block) is not None:
+                raise InvariantError(
+                    f"{name}: block {block} of request {request_id} is findable and not written",
+                    given=pool.key_of(block),
+                    allowed=f"{num_written} written blocks",
+                )
+    for reservation in instance.reservations.values():
+        for reserved in reservation.block_ids:
+            if reserved is not None and pool.key_of(reserved) is not None:
+                raise InvariantError(f"{name}: reserved block {reserved} is findable")
+    loading = set(instance.loads)
+    _require_equal(f"{name}: loads of unknown requests", loading - set(instance.requests), set())
+
+
+def _check_locations(state: ServiceState) -> None:
+    _require_equal("members of the location index", state.index.members(), set(state.instances))
+    for instance_id, instance in state.instances.items():
+        pool = instance.manager.pool
+        held = {key: len(blocks) for key, blocks in pool.index_items()}
+        _require_equal(
+            f"{instance_id}: location index and pool", state.index.copies_of(instance_id), held
+        )
+
+
+def _check_promises(state: ServiceState) -> None:
+    for lease in state.leases.live():
+        instance = state.instances.get(lease.instance_id)
+        if instance is None:
+            raise InvariantError(f"{lease.lease_id} is on a gone instance", given=lease.instance_id)
+        for block in lease.block_ids:
+            if instance.manager.pool.ref_count(block) < 1:
+                raise InvariantError(f"{lease.lease_id} is on a free block", given=block)
+    for request_id, handoff in state.handoffs.items():
+        _require_equal(f"handoff of {request_id} is live", handoff.is_live, True)
+        _require_equal(
+            f"handoff of {request_id}: has had a lease",
+            handoff.lease_id is not None,
+            handoff.state is not HandoffState.OPEN,
+        )
+        for side in (handoff.prefill_instance, handoff.decode_instance):
+            _require_equal(
+                f"handoff of {request_id}: {side} is live", side in state.instances, True
+            )

@@ -1,0 +1,79 @@
+"""Whether an instance may join: its scheme, identity, layout, pool size and version."""
+
+from collections.abc import Iterable
+
+from kvferry.proto.errors import ConfigError, MismatchError
+from kvferry.proto.identity import Identity, require_equal_identities
+from kvferry.proto.messages import InstanceInfo
+from kvferry.proto.scheme import HashScheme, require_equal_schemes
+
+
+def check_registration(
+    info: InstanceInfo,
+    *,
+    scheme: HashScheme,
+    expected_identity: Identity | None,
+    members: Iterable[InstanceInfo],
+) -> None:
+    """Refuse an instance that could not work with this service.
+
+    Raises:
+        SchemeMismatchError, IdentityMismatchError: naming each differing field with both values.
+        MismatchError: another kvferry version than a member of the service.
+        ConfigError: a layout, pool size or length that cannot work; naming what would.
+
+    """
+    who = f"instance {info.instance_id}"
+    require_equal_schemes(scheme, info.scheme, who=who)
+    if expected_identity is not None:
+        require_equal_identities(expected_identity, info.identity, who=who)
+    if len(info.identity.groups) != 1:
+        raise ConfigError(
+            f"{who} has several cache groups", given=len(info.identity.groups), allowed=1
+        )
+    if info.layout.virtual_block_tokens != scheme.hash_block_tokens:
+        raise ConfigError(
+            f"{who}: the tokens of a block and of a hash must be equal",
+            given={"virtual_block_tokens": info.layout.virtual_block_tokens},
+            allowed={"hash_block_tokens": scheme.hash_block_tokens},
+        )
+    if type(info.num_blocks) is not int or info.num_blocks < 2:
+        raise ConfigError(
+            f"{who}: num_blocks must leave a block beside the null block",
+            given=repr(info.num_blocks),
+            allowed="an integer >= 2",
+        )
+    shortest = 0 if info.role == "store" else 1
+    if type(info.max_model_len) is not int or info.max_model_len < shortest:
+        raise ConfigError(
+            f"{who}: max_model_len in tokens",
+            given=repr(info.max_model_len),
+            allowed=f"an integer >= {shortest}",
+        )
+    for member in members:
+        if member.instance_id != info.instance_id and member.version != info.version:
+            raise MismatchError(
+                f"{who} runs another kvferry version than {member.instance_id}",
+                given={"version": info.version},
+                allowed={"version": member.version},
+            )
+
+
+def require_same_member(known: InstanceInfo, other: InstanceInfo) -> None:
+    """Refuse a second process under the name and incarnation of a live instance.
+
+    Raises:
+        MismatchError: naming each differing field with the newcomer's value and the known one's.
+
+    """
+    names = [
+        name
+        for name in InstanceInfo.__dataclass_fields__
+        if getattr(known, name) != getattr(other, name)
+    ]
+    if names:
+        raise MismatchError(
+            f"instance {known.instance_id} is registered by another live process",
+            given={name: str(getattr(other, name)) for name in names},
+            allowed={name: str(getattr(known, name)) for name in names},
+        )

@@ -1,0 +1,305 @@
+"""The coordinator's only door: a command and the time go in, a reply and effects come out.
+
+Single-threaded, without clock, I/O or randomness; the shells and the simulator run the same code.
+"""
+
+from collections import OrderedDict
+
+from kvferry.coordinator import invariants
+from kvferry.coordinator.handoff import Handoff, HandoffEvent
+from kvferry.coordinator.instances import Instance
+from kvferry.coordinator.leases import Lease, require_ttl
+from kvferry.coordinator.registration import check_registration, require_same_member
+from kvferry.coordinator.state import ServiceState
+from kvferry.coordinator.step import apply_step
+from kvferry.coordinator.storing import end_reservation, reserve
+from kvferry.proto.errors import (
+    BadInputError,
+    IdentityMismatchError,
+    StaleError,
+)
+from kvferry.proto.identity import Identity, require_equal_identities
+from kvferry.proto.ids import Epoch, Incarnation, InstanceId
+from kvferry.proto.messages import (
+    AcquireLease,
+    CloseHandoff,
+    Command,
+    Describe,
+    Description,
+    Done,
+    Effect,
+    EndReservation,
+    Holder,
+    InstanceStatus,
+    Leased,
+    Locate,
+    Located,
+    OpenHandoff,
+    Registered,
+    RegisterInstance,
+    ReleaseLease,
+    RemoveInstance,
+    RenewLease,
+    Reply,
+    Reserve,
+    Step,
+    Tick,
+)
+from kvferry.proto.scheme import HashScheme
+
+# A repeat comes within a call's deadline; at some thousand calls per second this covers seconds.
+_REMEMBERED_REPLIES = 8192
+
+
+class CoordinatorService:
+    """Who owns which block, for all instances of one service.
+
+    Args:
+        scheme: how every member hashes.
+        epoch: this coordinator's life.
+        expected_identity: the only identity that may join; None admits any.
+        lease_cap_s: longest life of a lease, renewals included.
+        step_lease_s: how long the source of a load is leased.
+        check_invariants: check everything after every command (slow; for tests).
+
+    """
+
+    def __init__(
+        self,
+        *,
+        scheme: HashScheme,
+        epoch: Epoch,
+        expected_identity: Identity | None = None,
+        lease_cap_s: float = 300.0,
+        step_lease_s: float = 60.0,
+        check_invariants: bool = False,
+    ) -> None:
+        """Start empty.
+
+        Raises:
+            BadInputError: a duration that is not a positive number of seconds.
+
+        """
+        require_ttl("step_lease_s", step_lease_s)
+        self.scheme = scheme
+        self.epoch = epoch
+        self.state = ServiceState(epoch, lease_cap_s)
+        self._expected_identity = expected_identity
+        self._step_lease_s = step_lease_s
+        self._check_invariants = check_invariants
+        self._replies: OrderedDict[str, Reply] = OrderedDict()
+
+    def handle(self, command: Command, now: float) -> tuple[Reply, tuple[Effect, ...]]:
+        """Execute one command at `now` (seconds on any clock that never goes back).
+
+        A command whose `call_id` was answered before gets the same reply and has no second effect.
+
+        Raises:
+            KvferryError: the command is refused; it has changed nothing then, except that what was
+                past its deadline has ended.
+
+        """
+        expired = self.state.expire(now)
+        call_id: str | None = getattr(command, "call_id", None)
+        reply = self._replies.get(call_id) if call_id is not None else None
+        if reply is None:
+            reply = Done(changed=expired) if isinstance(command, Tick) else self._run(command, now)
+            if call_id is not None:
+                self._remember(call_id, reply)
+        self.state.follow_pools()
+        if self._check_invariants:
+            invariants.check(self)
+        return reply, self.state.take_effects()
+
+    def _remember(self, call_id: str, reply: Reply) -> None:
+        self._replies[call_id] = reply
+        if len(self._replies) > _REMEMBERED_REPLIES:
+            self._replies.popitem(last=False)
+
+    def _run(self, command: Command, now: float) -> Reply:
+        match command:
+            case Step():
+                return self._step(command, now)
+            case RegisterInstance() | RemoveInstance():
+                return self._membership(command)
+            case AcquireLease() | RenewLease() | ReleaseLease():
+                return self._lease(command, now)
+            case Reserve() | EndReservation():
+                return self._store(command)
+            case OpenHandoff() | CloseHandoff():
+                return self._handoff(command, now)
+            case Locate() | Describe():
+                return self._describe() if isinstance(command, Describe) else self._locate(command)
+            case _:
+                raise BadInputError("not a command", given=type(command).__name__)
+
+    # --- membership --------------------------------------------------------------------------
+
+    def _membership(self, command: RegisterInstance | RemoveInstance) -> Reply:
+        if isinstance(command, RegisterInstance):
+            return self._register(command)
+        known = self.state.instances.get(command.instance_id)
+        if known is None:
+            return Done(changed=False)
+        self._require_incarnation(known, command.incarnation)
+        self.state.remove_instance(command.instance_id)
+        self.state.note("instance_removed", f"{command.instance_id}: {command.reason}")
+        return Done(changed=True)
+
+    def _register(self, command: RegisterInstance) -> Registered:
+        info = command.info
+        check_registration(
+            info,
+            scheme=self.scheme,
+            expected_identity=self._expected_identity,
+            members=(instance.info for instance in self.state.instances.values()),
+        )
+        known = self.state.instances.get(info.instance_id)
+        if known is not None:
+            if info.incarnation < known.info.incarnation:
+                self._require_incarnation(known, info.incarnation)
+            if info.incarnation == known.info.incarnation:
+                require_same_member(known.info, info)
+                return Registered(epoch=self.epoch)
+            self.state.remove_instance(info.instance_id)
+            self.state.note(
+                "instance_replaced",
+                f"{info.instance_id}: incarnation {known.info.incarnation} by {info.incarnation}",
+            )
+        self.state.add_instance(Instance(info))
+        self.state.note("instance_registered", f"{info.instance_id} at {info.address}")
+        return Registered(epoch=self.epoch)
+
+    def _require_incarnation(self, known: Instance, incarnation: Incarnation) -> None:
+        if incarnation != known.info.incarnation:
+            raise StaleError(
+                f"another incarnation of {known.info.instance_id} is registered",
+                given=incarnation,
+                allowed=known.info.incarnation,
+            )
+
+    def _live(self, command: Step | Reserve | EndReservation) -> Instance:
+        if command.epoch != self.epoch:
+            raise StaleError(
+                "made under another life of the coordinator",
+                given=command.epoch,
+                allowed=self.epoch,
+            )
+        instance = self.state.instance(command.instance_id)
+        self._require_incarnation(instance, command.incarnation)
+        return instance
+
+    # --- steps and stores --------------------------------------------------------------------
+
+    def _step(self, command: Step, now: float) -> Reply:
+        instance = self._live(command)
+        return apply_step(self.state, instance, command, now=now, step_lease_s=self._step_lease_s)
+
+    def _store(self, command: Reserve | EndReservation) -> Reply:
+        instance = self._live(command)
+        if isinstance(command, Reserve):
+            return reserve(self.state, instance, command)
+        return end_reservation(instance, command)
+
+    # --- finding and leases ------------------------------------------------------------------
+
+    def _locate(self, command: Locate) -> Located:
+        holders = tuple(
+            Holder(
+                source=instance.source,
+                role=instance.info.role,
+                num_blocks=num_blocks,
+                num_requests=instance.num_requests,
+                num_free_blocks=instance.manager.pool.num_free_blocks,
+            )
+            for instance, num_blocks in self.state.holders(command.identity_digest, command.hashes)
+        )
+        return Located(epoch=self.epoch, holders=holders)
+
+    def _lease(self, command: AcquireLease | RenewLease | ReleaseLease, now: float) -> Reply:
+        match command:
+            case AcquireLease():
+                return self._acquire(command, now)
+            case RenewLease():
+                lease = self.state.leases.renew(command.lease_id, now=now, ttl_s=command.ttl_s)
+                return self._leased(lease, now)
+            case ReleaseLease():
+                return Done(changed=self.state.end_lease(command.lease_id))
+
+    def _acquire(self, command: AcquireLease, now: float) -> Leased:
+        require_ttl("ttl_s", command.ttl_s)
+        if command.instance_id is not None:
+            self._require_identity(command.instance_id, command.identity_digest)
+        for instance, num_blocks in self.state.holders(command.identity_digest, command.hashes):
+            if num_blocks and command.instance_id in (None, instance.info.instance_id):
+                blocks = self.state.blocks_of_prefix(instance, command.hashes[:num_blocks])
+                lease = self.state.lease_blocks(instance, blocks, now=now, ttl_s=command.ttl_s)
+                return self._leased(lease, now)
+        return Leased(lease_id=None, source=None, num_blocks=0, ttl_s=0.0)
+
+    def _require_identity(self, instance_id: InstanceId, identity_digest: bytes) -> None:
+        instance = self.state.instance(instance_id)
+        if instance.identity_digest != identity_digest:
+            raise IdentityMismatchError(
+                f"{instance_id} holds blocks of another identity",
+                given={"digest": identity_digest.hex()},
+                allowed={"digest": instance.identity_digest.hex()},
+            )
+
+    def _leased(self, lease: Lease, now: float) -> Leased:
+        return Leased(
+            lease_id=lease.lease_id,
+            source=self.state.instance(lease.instance_id).source,
+            num_blocks=len(lease.block_ids),
+            ttl_s=lease.deadline_s - now,
+        )
+
+    # --- handoffs ----------------------------------------------------------------------------
+
+    def _handoff(self, command: OpenHandoff | CloseHandoff, now: float) -> Done:
+        open_one = self.state.handoffs.get(command.request_id)
+        if isinstance(command, CloseHandoff):
+            if open_one is None:
+                return Done(changed=False)
+            self.state.move_handoff(open_one, HandoffEvent.FINISHED)
+            return Done(changed=True)
+        require_ttl("ttl_s", command.ttl_s)
+        prefill = self.state.instance(command.prefill_instance)
+        decode = self.state.instance(command.decode_instance)
+        require_equal_identities(
+            prefill.info.identity, decode.info.identity, who=decode.info.instance_id
+        )
+        if open_one is not None:
+            # The router has sent the request elsewhere: nobody waits for the old one any more.
+            self.state.move_handoff(open_one, HandoffEvent.FAILED)
+            self.state.note("handoff_replaced", f"handoff of request {command.request_id}")
+        self.state.handoffs[command.request_id] = Handoff(
+            request_id=command.request_id,
+            prefill_instance=command.prefill_instance,
+            decode_instance=command.decode_instance,
+            deadline_s=now + min(command.ttl_s, self.state.leases.cap_s),
+        )
+        return Done(changed=True)
+
+    # --- looking in --------------------------------------------------------------------------
+
+    def _describe(self) -> Description:
+        return Description(
+            epoch=self.epoch,
+            scheme=self.scheme,
+            instances=tuple(_status(instance) for instance in self.state.instances.values()),
+            num_leases=len(self.state.leases),
+            num_handoffs=len(self.state.handoffs),
+            counters=dict(self.state.counters),
+        )
+
+
+def _status(instance: Instance) -> InstanceStatus:
+    pool = instance.manager.pool
+    return InstanceStatus(
+        info=instance.info,
+        num_used_blocks=pool.num_used_blocks,
+        num_free_blocks=pool.num_free_blocks,
+        num_cached_blocks=sum(len(blocks) for _, blocks in pool.index_items()),
+        num_requests=instance.num_requests,
+    )

@@ -1,0 +1,201 @@
+"""Everything the coordinator remembers, and the few changes that span several parts of it.
+
+Used by the service, the step and the checks; decides no policy.
+"""
+
+from collections import Counter
+
+from kvferry.coordinator.handoff import Handoff, HandoffEvent
+from kvferry.coordinator.instances import GROUP, Instance, index_keys
+from kvferry.coordinator.leases import Lease, LeaseTable
+from kvferry.coordinator.location_index import LocationIndex
+from kvferry.proto.errors import InvariantError, NotFoundError
+from kvferry.proto.ids import BlockHash, BlockId, Epoch, InstanceId, LeaseId, RequestId
+from kvferry.proto.messages import Effect
+
+# Shown from the start, so that a reader can tell "never" from "not counted".
+COUNTERS = (
+    "local_hit_tokens",
+    "remote_hit_tokens",
+    "preemptions",
+    "cancelled_loads",
+    "failed_loads",
+    "expired_leases",
+    "handoffs_done",
+    "handoffs_failed",
+    "handoffs_expired",
+    "handoffs_without_taker",
+    "ignored_messages",
+)
+
+
+class ServiceState:
+    """Instances, location index, leases, handoffs and counters of one coordinator life."""
+
+    def __init__(self, epoch: Epoch, lease_cap_s: float) -> None:
+        self.epoch = epoch
+        self.instances: dict[InstanceId, Instance] = {}
+        self.index = LocationIndex()
+        self.leases = LeaseTable(epoch, lease_cap_s)
+        self.handoffs: dict[RequestId, Handoff] = {}
+        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._effects: list[Effect] = []
+
+    def instance(self, instance_id: InstanceId) -> Instance:
+        """Return a registered instance.
+
+        Raises:
+            NotFoundError: naming the known ones.
+
+        """
+        found = self.instances.get(instance_id)
+        if found is None:
+            raise NotFoundError(
+                "unknown instance", given=instance_id, allowed=sorted(self.instances)
+            )
+        return found
+
+    # --- membership --------------------------------------------------------------------------
+
+    def add_instance(self, instance: Instance) -> None:
+        """Take a new instance in."""
+        self.instances[instance.info.instance_id] = instance
+        self.index.join(instance.info.instance_id, instance.identity_digest)
+
+    def remove_instance(self, instance_id: InstanceId) -> None:
+        """Forget an instance: its blocks, the leases on it and for it, and its handoffs."""
+        for handoff in list(self.handoffs.values()):
+            if instance_id in (handoff.prefill_instance, handoff.decode_instance):
+                self.move_handoff(handoff, HandoffEvent.FAILED)
+        for lease in self.leases.live():
+            if instance_id in (lease.instance_id, lease.beneficiary):
+                self.end_lease(lease.lease_id)
+        del self.instances[instance_id]
+        self.index.leave(instance_id)
+
+    def follow_pools(self) -> None:
+        """Bring the location index up to date with every pool."""
+        for instance_id, instance in self.instances.items():
+            events = instance.manager.pool.take_events()
+            if events:
+                self.index.apply(instance_id, events)
+
+    # --- finding -----------------------------------------------------------------------------
+
+    def holders(
+        self, identity_digest: bytes, hashes: tuple[BlockHash, ...]
+    ) -> list[tuple[Instance, int]]:
+        """Return the instances of an identity with the blocks each holds of the prefix.
+
+        Longest prefix first, then fewest requests, then id.
+        """
+        lengths = self.index.longest_prefixes(identity_digest, index_keys(hashes))
+        found = [
+            (instance, lengths.get(instance_id, 0))
+            for instance_id, instance in self.instances.items()
+            if instance.identity_digest == identity_digest
+        ]
+        found.sort(key=lambda h: (-h[1], h[0].num_requests, h[0].info.instance_id))
+        return found
+
+    def blocks_of_prefix(
+        self, holder: Instance, hashes: tuple[BlockHash, ...]
+    ) -> tuple[BlockId, ...]:
+        """Return the blocks in which an instance holds every one of `hashes`.
+
+        Raises:
+            InvariantError: its pool has fewer than the location index says.
+
+        """
+        blocks = holder.manager.pool.get_cached_prefix(hashes, GROUP)
+        if len(blocks) != len(hashes):
+            raise InvariantError(
+                f"the location index and the pool of {holder.info.instance_id} disagree",
+                given={"index": len(hashes), "pool": len(blocks)},
+            )
+        return tuple(blocks)
+
+    # --- leases ------------------------------------------------------------------------------
+
+    def lease_blocks(
+        self,
+        instance: Instance,
+        block_ids: tuple[BlockId, ...],
+        *,
+        now: float,
+        ttl_s: float,
+        beneficiary: InstanceId | None = None,
+    ) -> Lease:
+        """Keep blocks of an instance in place for `ttl_s` seconds (at most the cap).
+
+        Raises:
+            BadInputError: `ttl_s` is not a positive number.
+
+        """
+        lease = self.leases.add(
+            instance.info.instance_id, block_ids, now=now, ttl_s=ttl_s, beneficiary=beneficiary
+        )
+        instance.manager.pool.touch(block_ids)
+        return lease
+
+    def end_lease(self, lease_id: LeaseId) -> bool:
+        """Give a lease's blocks back, and tell whether there was one."""
+        lease = self.leases.remove(lease_id)
+        if lease is None:
+            return False
+        self._free_leased(lease)
+        return True
+
+    def _free_leased(self, lease: Lease) -> None:
+        pool = self.instance(lease.instance_id).manager.pool
+        pool.free_blocks(reversed(lease.block_ids))
+
+    # --- handoffs ----------------------------------------------------------------------------
+
+    def move_handoff(self, handoff: Handoff, event: HandoffEvent) -> None:
+        """Apply an event; a handoff that has come to its end is forgotten with its lease."""
+        handoff.apply(event)
+        if handoff.is_live:
+            return
+        if self.handoffs.pop(handoff.request_id, None) is not handoff:
+            raise InvariantError("a handoff ended twice", given=handoff.request_id)
+        if handoff.lease_id is not None:
+            self.end_lease(handoff.lease_id)
+        self.counters[f"handoffs_{handoff.state.value}"] += 1
+
+    def move_decode_handoff(
+        self, instance: Instance, request_id: RequestId, event: HandoffEvent
+    ) -> None:
+        """Apply an event seen at the decode side, if there is a handoff to it that allows it."""
+        handoff = self.handoffs.get(request_id)
+        if (
+            handoff is not None
+            and handoff.decode_instance == instance.info.instance_id
+            and handoff.can(event)
+        ):
+            self.move_handoff(handoff, event)
+
+    def expire(self, now: float) -> bool:
+        """End what is past its deadline, and tell whether there was anything."""
+        # Handoffs first: they take their lease along, which then does not count as expired.
+        late = [handoff for handoff in self.handoffs.values() if handoff.deadline_s <= now]
+        for handoff in late:
+            self.move_handoff(handoff, HandoffEvent.DEADLINE)
+            self.note("handoff_expired", f"handoff of request {handoff.request_id}")
+        leases = self.leases.expire(now)
+        for lease in leases:
+            self._free_leased(lease)
+            self.counters["expired_leases"] += 1
+            self.note("lease_expired", f"{lease.lease_id} on {lease.instance_id}")
+        return bool(late or leases)
+
+    # --- telling -----------------------------------------------------------------------------
+
+    def note(self, kind: str, detail: str) -> None:
+        """Leave an effect for the shell."""
+        self._effects.append(Effect(kind=kind, detail=detail))
+
+    def take_effects(self) -> tuple[Effect, ...]:
+        """Return the effects since the last call."""
+        effects, self._effects = self._effects, []
+        return tuple(effects)

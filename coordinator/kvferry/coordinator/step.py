@@ -1,0 +1,210 @@
+"""One engine step: reports in, then slots for running requests, then admissions.
+
+The order is the contract of `messages.Step`. Blocks go to running requests first, in the engine's
+order; a load never keeps a running request from growing for longer than its cancellation takes.
+"""
+
+from dataclasses import dataclass, field
+
+from kvferry.coordinator.admission import admit_waiting
+from kvferry.coordinator.handoff import HandoffEvent
+from kvferry.coordinator.instances import GROUP, Instance
+from kvferry.coordinator.request_state import RequestState
+from kvferry.coordinator.state import ServiceState
+from kvferry.coordinator.step_checks import check_step
+from kvferry.coordinator.step_outcome import StepOutcome
+from kvferry.proto.ids import RequestId
+from kvferry.proto.messages import (
+    LoadResult,
+    Progress,
+    Release,
+    RunningAsk,
+    Scheduled,
+    Step,
+    StepReply,
+)
+
+
+def apply_step(
+    state: ServiceState, instance: Instance, step: Step, *, now: float, step_lease_s: float
+) -> StepReply:
+    """Execute a step of a live instance. Loads' sources are leased for `step_lease_s` seconds.
+
+    Raises:
+        BadInputError, NotFoundError, NeverFitsError, PromptTooLongError: as `check_step`; nothing
+            has changed then.
+
+    """
+    check_step(instance, step)
+    outcome = StepOutcome(token_budget=step.token_budget)
+    for result in step.load_results:
+        _end_load(state, instance, result, outcome)
+    for progress in step.progress:
+        _follow(state, instance, progress)
+    for release in step.releases:
+        _release(state, instance, release, outcome, now)
+    running = _RunningGrants(state, instance, outcome)
+    running.grant([ask for ask in step.running if ask.request_id in instance.requests])
+    # Whoever gave way in this step must not lose its blocks to a newcomer.
+    if not (outcome.preempted or outcome.cancel_loads or running.num_promised):
+        admit_waiting(state, instance, step.waiting, outcome, now=now, step_lease_s=step_lease_s)
+    state.counters["preemptions"] += len(outcome.preempted)
+    return outcome.reply(state.epoch, instance.manager.pool.num_free_blocks)
+
+
+def _end_load(
+    state: ServiceState, instance: Instance, result: LoadResult, outcome: StepOutcome
+) -> None:
+    load = instance.loads.pop(result.request_id, None)
+    if load is None:
+        state.counters["ignored_messages"] += 1
+        return
+    state.end_lease(load.lease_id)
+    if result.error is not None:
+        state.counters["failed_loads"] += 1
+    if load.cancelled:
+        instance.forget_request(result.request_id)
+        if load.released:
+            state.move_decode_handoff(instance, result.request_id, HandoffEvent.FAILED)
+        else:
+            outcome.preempted.append(result.request_id)
+            state.move_decode_handoff(instance, result.request_id, HandoffEvent.PULL_CANCELLED)
+        return
+    request = instance.requests[result.request_id]
+    request.num_computed_tokens = result.num_computed_tokens
+    instance.manager.cache_blocks(request, result.num_computed_tokens)
+    if load.first_admission:
+        state.counters["remote_hit_tokens"] += result.num_computed_tokens - load.hit_tokens
+    state.move_decode_handoff(instance, result.request_id, HandoffEvent.FINISHED)
+
+
+def _follow(state: ServiceState, instance: Instance, progress: Progress) -> None:
+    request = instance.requests.get(progress.request_id)
+    if request is None:
+        state.counters["ignored_messages"] += 1
+        return
+    request.num_tokens = progress.num_tokens
+    request.hashes.extend(progress.new_hashes)
+    request.num_computed_tokens = progress.num_computed_tokens
+    instance.manager.cache_blocks(request, progress.num_computed_tokens)
+
+
+def _release(
+    state: ServiceState, instance: Instance, release: Release, outcome: StepOutcome, now: float
+) -> None:
+    if release.request_id in outcome.preempted:
+        # Its cancelled load ended in this very step: it has ended, and is not to be queued again.
+        outcome.preempted.remove(release.request_id)
+        return
+    request = instance.requests.get(release.request_id)
+    if request is None:
+        state.counters["ignored_messages"] += 1
+        return
+    load = instance.loads.get(release.request_id)
+    if load is not None:
+        # A writer may still be open: the blocks come back with the load's result, not before.
+        load.released = True
+        if not load.cancelled:
+            load.cancelled = True
+            outcome.cancel_loads.append(release.request_id)
+        return
+    if release.handoff:
+        _lease_for_handoff(state, instance, request, now)
+    instance.forget_request(release.request_id)
+
+
+def _lease_for_handoff(
+    state: ServiceState, instance: Instance, request: RequestState, now: float
+) -> None:
+    handoff = state.handoffs.get(request.request_id)
+    if (
+        handoff is None
+        or handoff.prefill_instance != instance.info.instance_id
+        or not handoff.can(HandoffEvent.BLOCKS_LEASED)
+    ):
+        state.counters["handoffs_without_taker"] += 1
+        return
+    num_full = request.num_computed_tokens // instance.manager.block_tokens
+    lease = state.lease_blocks(
+        instance,
+        instance.table(request.request_id)[:num_full],
+        now=now,
+        ttl_s=handoff.deadline_s - now,
+        beneficiary=handoff.decode_instance,
+    )
+    handoff.lease_id = lease.lease_id
+    state.move_handoff(handoff, HandoffEvent.BLOCKS_LEASED)
+
+
+@dataclass(slots=True)
+class _RunningGrants:
+    """Grants slots to running requests, making room by cancelling loads, then by preemption."""
+
+    state: ServiceState
+    instance: Instance
+    outcome: StepOutcome
+    num_returning: int = field(init=False)
+    num_promised: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        # Blocks that come back when the writers of cancelled loads are closed.
+        self.num_returning = sum(
+            self._num_own_blocks(request_id)
+            for request_id, load in self.instance.loads.items()
+            if load.cancelled
+        )
+
+    def grant(self, asks: list[RunningAsk]) -> None:
+        position, end = 0, len(asks)
+        while position < end:
+            missing = self._try(asks[position])
+            if not missing or self._await_loads(missing):
+                position += 1
+                continue
+            # The last one, which may be the one that asks: never one that was granted already.
+            end -= 1
+            self.instance.forget_request(asks[end].request_id)
+            self.outcome.preempted.append(asks[end].request_id)
+
+    def _try(self, ask: RunningAsk) -> int:
+        """Schedule one ask within the budget; return how many blocks are missing."""
+        request = self.instance.requests[ask.request_id]
+        wanted = max(ask.target_tokens - request.num_computed_tokens, 0)
+        num_new = min(wanted, self.outcome.token_budget)
+        if wanted and not num_new:
+            return 0
+        manager = self.instance.manager
+        missing = manager.count_missing_blocks(request, num_new)
+        if missing:
+            return missing
+        new = manager.allocate_slots(request, num_new, delay_cache_blocks=True) if num_new else None
+        self.outcome.token_budget -= num_new
+        self.outcome.scheduled.append(
+            Scheduled(
+                request_id=ask.request_id,
+                num_computed_tokens=request.num_computed_tokens,
+                num_new_tokens=num_new,
+                new_block_ids=tuple(new[GROUP]) if new else (),
+            )
+        )
+        return 0
+
+    def _await_loads(self, missing: int) -> bool:
+        """Cancel the newest loads until their blocks will do; tell whether they will."""
+        for request_id in reversed(list(self.instance.loads)):
+            if self.num_returning - self.num_promised >= missing:
+                break
+            load = self.instance.loads[request_id]
+            if not load.cancelled:
+                load.cancelled = True
+                self.num_returning += self._num_own_blocks(request_id)
+                self.outcome.cancel_loads.append(request_id)
+                self.state.counters["cancelled_loads"] += 1
+        if self.num_returning - self.num_promised < missing:
+            return False
+        self.num_promised += missing
+        return True
+
+    def _num_own_blocks(self, request_id: RequestId) -> int:
+        pool = self.instance.manager.pool
+        return sum(pool.ref_count(block) == 1 for block in self.instance.table(request_id))

@@ -1,0 +1,126 @@
+"""Refuses a step that contradicts itself or what the coordinator knows, before it changes anything.
+
+Reports about requests that are gone are no contradiction: a completion may cross an abort.
+"""
+
+from collections.abc import Iterable
+
+from kvferry.coordinator.instances import Instance
+from kvferry.proto.errors import BadInputError, NeverFitsError, NotFoundError, PromptTooLongError
+from kvferry.proto.ids import RequestId
+from kvferry.proto.messages import AdmitAsk, LoadResult, Progress, Step
+
+
+def check_step(instance: Instance, step: Step) -> None:
+    """Check every part of a step against an instance.
+
+    Raises:
+        BadInputError: a count that contradicts another one; naming the request and both.
+        NotFoundError: a running request that is not known.
+        NeverFitsError: a waiting request needs more blocks than the pool has.
+        PromptTooLongError: a target beyond the instance's `max_model_len`.
+
+    """
+    if type(step.token_budget) is not int or step.token_budget < 0:
+        raise BadInputError(
+            "token_budget must be a number of tokens", given=repr(step.token_budget), allowed=">= 0"
+        )
+    for part in ("load_results", "progress", "releases", "running", "waiting"):
+        _refuse_repeats(part, (item.request_id for item in getattr(step, part)))
+    for result in step.load_results:
+        _check_load_result(instance, result)
+    ended_loads = {result.request_id for result in step.load_results}
+    for progress in step.progress:
+        _check_progress(instance, progress, ended_loads)
+    released = {release.request_id for release in step.releases}
+    for running in step.running:
+        request_id = running.request_id
+        if request_id not in instance.requests or request_id in released:
+            raise NotFoundError("not a running request", given=request_id)
+        if request_id in instance.loads and request_id not in ended_loads:
+            raise BadInputError("a running request's load has not been reported", given=request_id)
+        _check_target(instance, request_id, running.target_tokens)
+    for waiting in step.waiting:
+        if waiting.request_id in instance.requests and waiting.request_id not in released:
+            raise BadInputError("a waiting request is admitted already", given=waiting.request_id)
+        _check_admission(instance, waiting)
+
+
+def _refuse_repeats(part: str, request_ids: Iterable[RequestId]) -> None:
+    seen: set[RequestId] = set()
+    for request_id in request_ids:
+        if request_id in seen:
+            raise BadInputError(f"a request is twice in {part}", given=request_id)
+        seen.add(request_id)
+
+
+def _check_load_result(instance: Instance, result: LoadResult) -> None:
+    load = instance.loads.get(result.request_id)
+    if load is None:
+        return
+    whole = result.num_computed_tokens % instance.manager.block_tokens == 0
+    if not whole or not load.hit_tokens <= result.num_computed_tokens <= load.asked_tokens:
+        raise BadInputError(
+            f"load result of request {result.request_id} is not what was asked for",
+            given=result.num_computed_tokens,
+            allowed=f"{load.hit_tokens} to {load.asked_tokens}, in whole blocks of "
+            f"{instance.manager.block_tokens} tokens",
+        )
+
+
+def _check_progress(instance: Instance, progress: Progress, ended_loads: set[RequestId]) -> None:
+    request = instance.requests.get(progress.request_id)
+    if request is None:
+        return
+    who = f"progress of request {progress.request_id}"
+    if progress.request_id in instance.loads and progress.request_id not in ended_loads:
+        raise BadInputError(f"{who}: its load has not been reported")
+    block_tokens = instance.manager.block_tokens
+    slots = len(instance.table(progress.request_id)) * block_tokens
+    limit = min(slots, progress.num_tokens)
+    if not request.num_computed_tokens <= progress.num_computed_tokens <= limit:
+        raise BadInputError(
+            f"{who}: num_computed_tokens",
+            given=progress.num_computed_tokens,
+            allowed=f"{request.num_computed_tokens} to {limit} (slots {slots}, "
+            f"tokens {progress.num_tokens})",
+        )
+    known = len(request.hashes) + len(progress.new_hashes)
+    if known != progress.num_tokens // block_tokens:
+        raise BadInputError(
+            f"{who}: one hash per full block is needed",
+            given={"hashes": known, "num_tokens": progress.num_tokens},
+            allowed=f"{progress.num_tokens // block_tokens} hashes",
+        )
+
+
+def _check_admission(instance: Instance, ask: AdmitAsk) -> None:
+    block_tokens = instance.manager.block_tokens
+    if not 1 <= ask.target_tokens <= ask.num_tokens:
+        raise BadInputError(
+            f"target_tokens of request {ask.request_id}",
+            given=ask.target_tokens,
+            allowed=f"1 to num_tokens = {ask.num_tokens}",
+        )
+    if len(ask.hashes) != ask.num_tokens // block_tokens:
+        raise BadInputError(
+            f"request {ask.request_id}: one hash per full block is needed",
+            given={"hashes": len(ask.hashes), "num_tokens": ask.num_tokens},
+            allowed=f"{ask.num_tokens // block_tokens} hashes",
+        )
+    _check_target(instance, ask.request_id, ask.target_tokens)
+    needed = -(-ask.target_tokens // block_tokens)
+    if needed > instance.num_usable_blocks:
+        raise NeverFitsError(
+            f"request {ask.request_id} can never fit the pool of {instance.info.instance_id}",
+            given={"needed_blocks": needed, "have_blocks": instance.num_usable_blocks},
+        )
+
+
+def _check_target(instance: Instance, request_id: RequestId, target_tokens: int) -> None:
+    if not 1 <= target_tokens <= instance.info.max_model_len:
+        raise PromptTooLongError(
+            f"target_tokens of request {request_id}",
+            given=target_tokens,
+            allowed=f"1 to max_model_len = {instance.info.max_model_len}",
+        )

@@ -1,0 +1,83 @@
+"""Reservations: destination blocks for content that a client is about to store."""
+
+from kvferry.coordinator.instances import GROUP, Instance, Reservation
+from kvferry.coordinator.state import ServiceState
+from kvferry.proto.errors import BadInputError, BusyError, NeverFitsError, NotFoundError
+from kvferry.proto.ids import BlockHash, BlockId
+from kvferry.proto.messages import Done, EndReservation, Reserve, Reserved
+
+
+def reserve(state: ServiceState, instance: Instance, command: Reserve) -> Reserved:
+    """Reserve a block for every hash the instance does not hold, and keep those it holds.
+
+    Raises:
+        NeverFitsError: more hashes than the pool has blocks.
+        BusyError: not enough free blocks now. Nothing has changed in both cases.
+
+    """
+    pool = instance.manager.pool
+    if len(command.hashes) > instance.num_usable_blocks:
+        raise NeverFitsError(
+            f"reservation at {instance.info.instance_id}",
+            given={
+                "needed_blocks": len(command.hashes),
+                "have_blocks": instance.num_usable_blocks,
+            },
+        )
+    kept: list[BlockId] = []
+    missing: dict[BlockHash, BlockId | None] = {}
+    for block_hash in dict.fromkeys(command.hashes):
+        held = pool.get_cached_block(block_hash, GROUP)
+        if held is None:
+            missing[block_hash] = None
+        else:
+            kept.append(held)
+    have = pool.num_free_blocks - pool.num_free_of(kept)
+    if len(missing) > have:
+        raise BusyError(
+            f"no room at {instance.info.instance_id}",
+            given={"needed_blocks": len(missing), "free_blocks": have},
+        )
+    pool.touch(kept)
+    missing.update(zip(missing, pool.get_new_blocks(len(missing)), strict=True))
+    # A hash that is asked for twice gets its block once.
+    block_ids = tuple(missing.pop(block_hash, None) for block_hash in command.hashes)
+    reservation_id = state.leases.new_id()
+    instance.reservations[reservation_id] = Reservation(
+        hashes=command.hashes, block_ids=block_ids, kept=tuple(kept)
+    )
+    return Reserved(reservation_id=reservation_id, block_ids=block_ids)
+
+
+def end_reservation(instance: Instance, command: EndReservation) -> Done:
+    """Make what was written findable and give all blocks back.
+
+    Raises:
+        NotFoundError: no such reservation at this instance (or it has ended).
+        BadInputError: `num_written` is more than was reserved.
+
+    """
+    reservation = instance.reservations.get(command.reservation_id)
+    if reservation is None:
+        raise NotFoundError("unknown or ended reservation", given=command.reservation_id)
+    if not 0 <= command.num_written <= len(reservation.hashes):
+        raise BadInputError(
+            "num_written", given=command.num_written, allowed=f"0 to {len(reservation.hashes)}"
+        )
+    del instance.reservations[command.reservation_id]
+    pool = instance.manager.pool
+    written = [
+        (block_hash, block)
+        for block_hash, block in zip(reservation.hashes, reservation.block_ids, strict=True)
+        if block is not None
+    ]
+    num_written = sum(block is not None for block in reservation.block_ids[: command.num_written])
+    pool.cache_full_blocks(
+        [block_hash for block_hash, _ in written],
+        [block for _, block in written],
+        0,
+        num_written,
+        GROUP,
+    )
+    pool.free_blocks(reversed([*reservation.kept, *(block for _, block in written)]))
+    return Done(changed=True)

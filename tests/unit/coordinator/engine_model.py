@@ -1,0 +1,156 @@
+"""An engine as simple as one can be: it believes the replies and does what they say."""
+
+from dataclasses import dataclass, field, replace
+
+from tests.unit.coordinator.fleet import BLOCK_TOKENS, Fleet, chain
+
+from kvferry.proto.ids import RequestId
+from kvferry.proto.messages import (
+    AdmitAsk,
+    LoadResult,
+    Progress,
+    Release,
+    RunningAsk,
+    StepReply,
+)
+
+MAX_TOKENS = 20
+
+
+@dataclass
+class Loading:
+    ask: AdmitAsk
+    hit_tokens: int
+    asked_tokens: int
+    aborted: bool = False
+
+
+@dataclass
+class Running:
+    ask: AdmitAsk
+    num_computed: int
+    num_scheduled: int = 0
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What happens at an engine before its next step."""
+
+    budget: int = 100
+    grow: bool = True
+    finish: bool = False
+    handoff: bool = False
+    end: frozenset[int] = frozenset()
+    arrived: tuple[int, ...] = ()
+
+
+@dataclass
+class EngineModel:
+    """Requests of one engine; asserts that every reply makes sense to it."""
+
+    waiting: list[AdmitAsk] = field(default_factory=list)
+    running: dict[RequestId, Running] = field(default_factory=dict)
+    loading: dict[RequestId, Loading] = field(default_factory=dict)
+
+    def step(self, fleet: Fleet, name: str, does: Behaviour) -> None:
+        """Report, ask, and take the reply in."""
+        results = self.end_loads(does.arrived)
+        progress = self._write(does.grow)
+        releases = self._release(does)
+        cancelled_before = set(self.loading)
+        reply = fleet.step(
+            name,
+            does.budget,
+            load_results=results,
+            progress=progress,
+            releases=releases,
+            running=tuple(
+                RunningAsk(request_id=request_id, target_tokens=running.ask.num_tokens)
+                for request_id, running in self.running.items()
+            ),
+            waiting=tuple(self.waiting),
+        )
+        assert set(reply.cancel_loads) <= cancelled_before
+        assert sum(s.num_new_tokens for s in reply.scheduled) <= does.budget
+        if reply.preempted or reply.cancel_loads:
+            assert reply.loads == ()
+        self._take(reply)
+
+    def end_loads(self, arrived: tuple[int, ...]) -> tuple[LoadResult, ...]:
+        """End the oldest loads; `arrived[i]` blocks of the i-th came whole."""
+        results = []
+        for request_id, num_arrived in zip(list(self.loading), arrived, strict=False):
+            load = self.loading.pop(request_id)
+            computed = min(load.hit_tokens + num_arrived * BLOCK_TOKENS, load.asked_tokens)
+            error = None if computed == load.asked_tokens else "short"
+            results.append(
+                LoadResult(request_id=request_id, num_computed_tokens=computed, error=error)
+            )
+            if not load.aborted:
+                self.running[request_id] = Running(load.ask, computed)
+        return tuple(results)
+
+    def _write(self, grow: bool) -> tuple[Progress, ...]:
+        progress = []
+        for request_id, running in self.running.items():
+            if not running.num_scheduled:
+                continue
+            running.num_computed += running.num_scheduled
+            running.num_scheduled = 0
+            ask, old_hashes = running.ask, len(running.ask.hashes)
+            if grow and running.num_computed == ask.num_tokens < MAX_TOKENS:
+                running.ask = ask = _one_token_more(ask)
+            progress.append(
+                Progress(
+                    request_id=request_id,
+                    num_tokens=ask.num_tokens,
+                    num_computed_tokens=running.num_computed,
+                    new_hashes=ask.hashes[old_hashes:],
+                )
+            )
+        return tuple(progress)
+
+    def _release(self, does: Behaviour) -> tuple[Release, ...]:
+        releases = []
+        for number, request_id in enumerate([*self.running, *self.loading]):
+            running = self.running.get(request_id)
+            finished = running is not None and running.num_computed == running.ask.num_tokens
+            if number not in does.end and not (does.finish and finished):
+                continue
+            releases.append(Release(request_id=request_id, handoff=does.handoff))
+            if request_id in self.loading:
+                self.loading[request_id].aborted = True
+            else:
+                del self.running[request_id]
+        return tuple(releases)
+
+    def _take(self, reply: StepReply) -> None:
+        for request_id in reply.preempted:
+            self.waiting.insert(0, replace(self.running.pop(request_id).ask, resumed=True))
+        asks = {ask.request_id: ask for ask in self.waiting}
+        for load in reply.loads:
+            assert len(set(load.block_ids)) == len(load.block_ids)
+            hit_tokens = load.num_hit_blocks * BLOCK_TOKENS
+            asked_tokens = len(load.block_ids) * BLOCK_TOKENS
+            assert hit_tokens < asked_tokens < asks[load.request_id].num_tokens
+            self.loading[load.request_id] = Loading(asks[load.request_id], hit_tokens, asked_tokens)
+        for scheduled in reply.scheduled:
+            if scheduled.request_id in asks:
+                self.running[scheduled.request_id] = Running(
+                    asks[scheduled.request_id], scheduled.num_computed_tokens
+                )
+            running = self.running[scheduled.request_id]
+            assert running.num_computed == scheduled.num_computed_tokens
+            running.num_scheduled = scheduled.num_new_tokens
+        admitted = {load.request_id for load in reply.loads}
+        admitted |= {scheduled.request_id for scheduled in reply.scheduled}
+        self.waiting = [ask for ask in self.waiting if ask.request_id not in admitted]
+
+
+def _one_token_more(ask: AdmitAsk) -> AdmitAsk:
+    num_tokens = ask.num_tokens + 1
+    hashes = ask.hashes
+    if num_tokens % BLOCK_TOKENS == 0:
+        text = hashes[-1].decode().strip("\0") if hashes else ""
+        hashes += chain(text + "g")[-1:]
+    return replace(ask, num_tokens=num_tokens, target_tokens=num_tokens, hashes=hashes)

@@ -1,0 +1,248 @@
+"""A service with instances, driven in the words of the tests; checks everything after each call."""
+
+from dataclasses import replace
+from itertools import count
+from typing import Any, TypeVar
+
+from kvferry.coordinator.service import CoordinatorService
+from kvferry.proto.identity import GroupSpec, Identity
+from kvferry.proto.ids import BlockHash, Epoch, Incarnation, InstanceId, LeaseId, RequestId
+from kvferry.proto.layout import Layout
+from kvferry.proto.messages import (
+    AcquireLease,
+    AdmitAsk,
+    CloseHandoff,
+    Command,
+    Describe,
+    Description,
+    Done,
+    Effect,
+    EndReservation,
+    InstanceInfo,
+    Leased,
+    Load,
+    LoadResult,
+    Locate,
+    Located,
+    OpenHandoff,
+    Progress,
+    RegisterInstance,
+    Release,
+    RemoveInstance,
+    Reply,
+    Reserve,
+    Reserved,
+    RunningAsk,
+    Scheduled,
+    Step,
+    StepReply,
+)
+from kvferry.proto.scheme import HashScheme
+
+BLOCK_TOKENS = 4
+SCHEME = HashScheme(
+    algorithm="sha256_cbor",
+    key_format="0.32",
+    hash_block_tokens=BLOCK_TOKENS,
+    none_hash=b"\x01" * 32,
+)
+IDENTITY = Identity(
+    model="m",
+    weight_version="1",
+    weight_dtype="float32",
+    kv_dtype="float32",
+    kv_scales="",
+    rope="",
+    num_layers=1,
+    num_kv_heads=1,
+    head_size=8,
+    groups=(GroupSpec(kind="full", layers=(0,)),),
+)
+R = TypeVar("R", bound=Reply)
+
+
+def chain(text: str) -> tuple[BlockHash, ...]:
+    """One hash per letter: equal prefixes of texts have equal hashes, as a hash chain has."""
+    return tuple(BlockHash(text[: i + 1].encode().rjust(32, b"\0")) for i in range(len(text)))
+
+
+def info(name: str, num_blocks: int = 10, incarnation: int = 1, **changes: Any) -> InstanceInfo:
+    made = InstanceInfo(
+        instance_id=InstanceId(name),
+        role="decode",
+        incarnation=Incarnation(incarnation),
+        identity=IDENTITY,
+        scheme=SCHEME,
+        layout=Layout(block_tokens=BLOCK_TOKENS),
+        num_blocks=num_blocks,
+        address=f"127.0.0.1:{name}",
+        max_model_len=1000,
+        rank_pids=(1,),
+        version="0.1.0",
+    )
+    return replace(made, **changes)
+
+
+def admit(name: str, text: str, extra_tokens: int = 1, **changes: Any) -> AdmitAsk:
+    """A request of one block per letter of `text` and `extra_tokens` (< 4) more tokens."""
+    num_tokens = len(text) * BLOCK_TOKENS + extra_tokens
+    made = AdmitAsk(
+        request_id=RequestId(name),
+        num_tokens=num_tokens,
+        target_tokens=num_tokens,
+        hashes=chain(text),
+    )
+    return replace(made, **changes)
+
+
+def loaded(name: str, num_tokens: int, error: str | None = None) -> LoadResult:
+    return LoadResult(request_id=RequestId(name), num_computed_tokens=num_tokens, error=error)
+
+
+def wrote(
+    name: str, num_computed: int, num_tokens: int, new: tuple[BlockHash, ...] = ()
+) -> Progress:
+    return Progress(
+        request_id=RequestId(name),
+        num_tokens=num_tokens,
+        num_computed_tokens=num_computed,
+        new_hashes=new,
+    )
+
+
+def release(name: str, handoff: bool = False) -> Release:
+    return Release(request_id=RequestId(name), handoff=handoff)
+
+
+def runs(name: str, target_tokens: int) -> RunningAsk:
+    return RunningAsk(request_id=RequestId(name), target_tokens=target_tokens)
+
+
+class Fleet:
+    """One service under test, with its time in seconds."""
+
+    def __init__(self, *, check_invariants: bool = True, **settings: Any) -> None:
+        self.service = CoordinatorService(
+            scheme=SCHEME, epoch=Epoch(1), check_invariants=check_invariants, **settings
+        )
+        self.now = 0.0
+        self.effects: list[Effect] = []
+        self._calls = count(1)
+
+    def call_id(self) -> str:
+        return f"call-{next(self._calls)}"
+
+    def send(self, command: Command) -> Reply:
+        reply, effects = self.service.handle(command, self.now)
+        self.effects.extend(effects)
+        return reply
+
+    def ask(self, command: Command, kind: type[R]) -> R:
+        reply = self.send(command)
+        assert isinstance(reply, kind)
+        return reply
+
+    def register(self, name: str, num_blocks: int = 10, **changes: Any) -> None:
+        self.send(RegisterInstance(call_id=self.call_id(), info=info(name, num_blocks, **changes)))
+
+    def remove(self, name: str, incarnation: int = 1) -> bool:
+        command = RemoveInstance(
+            call_id=self.call_id(),
+            instance_id=InstanceId(name),
+            incarnation=Incarnation(incarnation),
+            reason="killed",
+        )
+        return self.ask(command, Done).changed
+
+    def make_step(self, name: str, token_budget: int = 1000, **parts: Any) -> Step:
+        known = self.service.state.instances.get(InstanceId(name))
+        return Step(
+            call_id=self.call_id(),
+            epoch=Epoch(1),
+            instance_id=InstanceId(name),
+            incarnation=known.info.incarnation if known else Incarnation(1),
+            token_budget=token_budget,
+            **parts,
+        )
+
+    def step(self, name: str, token_budget: int = 1000, **parts: Any) -> StepReply:
+        return self.ask(self.make_step(name, token_budget, **parts), StepReply)
+
+    def admit(self, name: str, ask: AdmitAsk) -> Scheduled:
+        """Admit one request that must be scheduled at once."""
+        (scheduled,) = self.step(name, waiting=(ask,)).scheduled
+        return scheduled
+
+    def admit_load(self, name: str, ask: AdmitAsk) -> Load:
+        """Admit one request whose blocks must come from a peer."""
+        (load,) = self.step(name, waiting=(ask,)).loads
+        return load
+
+    def compute(self, name: str, ask: AdmitAsk) -> None:
+        """Admit one request and write all of its tokens."""
+        self.admit(name, ask)
+        self.step(name, progress=(wrote(ask.request_id, ask.target_tokens, ask.num_tokens),))
+
+    def cache(self, name: str, text: str, request: str = "seed") -> None:
+        """Leave one cached block per letter at an instance, owned by nobody."""
+        self.compute(name, admit(request, text, allow_remote=False))
+        self.step(name, releases=(release(request),))
+
+    def locate(self, text: str) -> dict[str, int]:
+        located = self.ask(Locate(identity_digest=IDENTITY.digest(), hashes=chain(text)), Located)
+        return {holder.source.instance_id: holder.num_blocks for holder in located.holders}
+
+    def lease(self, text: str, ttl_s: float = 10.0, at: str | None = None) -> Leased:
+        command = AcquireLease(
+            call_id=self.call_id(),
+            identity_digest=IDENTITY.digest(),
+            hashes=chain(text),
+            ttl_s=ttl_s,
+            instance_id=InstanceId(at) if at else None,
+        )
+        return self.ask(command, Leased)
+
+    def reserve(self, name: str, text: str) -> Reserved:
+        command = Reserve(
+            call_id=self.call_id(),
+            epoch=Epoch(1),
+            instance_id=InstanceId(name),
+            incarnation=Incarnation(1),
+            hashes=chain(text),
+        )
+        return self.ask(command, Reserved)
+
+    def end_reservation(self, name: str, reservation_id: LeaseId, num_written: int) -> bool:
+        command = EndReservation(
+            call_id=self.call_id(),
+            epoch=Epoch(1),
+            instance_id=InstanceId(name),
+            incarnation=Incarnation(1),
+            reservation_id=reservation_id,
+            num_written=num_written,
+        )
+        return self.ask(command, Done).changed
+
+    def open_handoff(self, request: str, prefill: str, decode: str, ttl_s: float = 30.0) -> None:
+        self.send(
+            OpenHandoff(
+                call_id=self.call_id(),
+                request_id=RequestId(request),
+                prefill_instance=InstanceId(prefill),
+                decode_instance=InstanceId(decode),
+                ttl_s=ttl_s,
+            )
+        )
+
+    def close_handoff(self, request: str) -> bool:
+        command = CloseHandoff(call_id=self.call_id(), request_id=RequestId(request), reason="test")
+        return self.ask(command, Done).changed
+
+    def describe(self) -> Description:
+        return self.ask(Describe(), Description)
+
+    def num_free(self, name: str) -> int:
+        return self.service.state.instance(InstanceId(name)).manager.pool.num_free_blocks
+
+    def free_order(self, name: str) -> list[int]:
+        return list(self.service.state.instance(InstanceId(name)).manager.pool.free_order())

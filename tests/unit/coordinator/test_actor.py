@@ -1,0 +1,129 @@
+"""The shell: lock, clock, ticks, front."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.unit.coordinator.fleet import IDENTITY, SCHEME, Fleet, admit, chain, info, wrote
+
+from kvferry.coordinator.actor import CoordinatorActor
+from kvferry.proto.errors import BadInputError, PortTakenError, UnavailableError
+from kvferry.proto.ids import Epoch
+from kvferry.proto.messages import (
+    AcquireLease,
+    Command,
+    Describe,
+    Description,
+    Leased,
+    Registered,
+    RegisterInstance,
+    Reply,
+    Tick,
+)
+
+
+class RecordingFront:
+    address = "127.0.0.1:1"
+
+    def __init__(self, call: Callable[[Command], Reply]) -> None:
+        self.call = call
+        self.stopped = False
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+@pytest.fixture
+def actor() -> Iterator[CoordinatorActor]:
+    actor = CoordinatorActor(scheme=SCHEME, epoch=Epoch(1), tick_interval_s=0.01)
+    yield actor
+    actor.stop()
+
+
+def test_the_constructor_accepts_anything_and_start_refuses_it() -> None:
+    actor = CoordinatorActor(scheme=SCHEME, epoch=Epoch(1), lease_cap_s=-1.0)
+    with pytest.raises(BadInputError, match="lease_cap_s"):
+        actor.start()
+
+
+def test_commands_are_refused_before_the_start_and_after_the_stop(
+    actor: CoordinatorActor,
+) -> None:
+    with pytest.raises(UnavailableError, match="not running"):
+        actor.call(Tick())
+    assert actor.start() == 1
+    assert isinstance(actor.call(Describe()), Description)
+    actor.stop()
+    with pytest.raises(UnavailableError, match="not running"):
+        actor.call(Tick())
+    with pytest.raises(UnavailableError, match="stopped"):
+        actor.start()
+
+
+def test_a_second_start_keeps_the_running_service(actor: CoordinatorActor) -> None:
+    actor.start()
+    command = RegisterInstance(call_id="1", info=info("a"))
+    assert actor.call(command) == Registered(epoch=Epoch(1))
+    assert actor.start() == 1
+    described = actor.call(Describe())
+    assert isinstance(described, Description)
+    assert len(described.instances) == 1
+
+
+def test_deadlines_pass_without_any_command(actor: CoordinatorActor) -> None:
+    actor.start()
+    fleet = Fleet()
+    actor.call(RegisterInstance(call_id="reg", info=info("a")))
+    for step in (
+        fleet.make_step("a", waiting=(admit("r", "x"),)),
+        fleet.make_step("a", progress=(wrote("r", 5, 5),)),
+    ):
+        actor.call(step)
+    leased = actor.call(
+        AcquireLease(
+            call_id="lease", identity_digest=IDENTITY.digest(), hashes=chain("x"), ttl_s=0.05
+        )
+    )
+    assert isinstance(leased, Leased)
+    assert leased.num_blocks == 1
+    deadline_s = time.monotonic() + 5.0
+    while actor.health()["num_leases"] and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert actor.health()["num_leases"] == 0
+
+
+def test_health_answers_while_a_command_holds_the_lock(actor: CoordinatorActor) -> None:
+    assert actor.health() == {"running": False, "epoch": 1}
+    actor.start()
+    with actor._lock:
+        answers: list[dict[str, object]] = []
+        asking = threading.Thread(target=lambda: answers.append(actor.health()))
+        asking.start()
+        asking.join(timeout=5.0)
+    assert [(a["running"], a["num_instances"]) for a in answers] == [(True, 0)]
+    assert actor.ping() == 1
+
+
+def test_the_front_gets_the_call_function_and_is_stopped(actor: CoordinatorActor) -> None:
+    fronts: list[RecordingFront] = []
+
+    def front(call: Callable[[Command], Reply]) -> RecordingFront:
+        fronts.append(RecordingFront(call))
+        return fronts[0]
+
+    assert actor.front_address() is None
+    actor.start(front)
+    assert actor.front_address() == "127.0.0.1:1"
+    assert isinstance(fronts[0].call(Describe()), Description)
+    actor.stop()
+    assert fronts[0].stopped
+
+
+def test_a_front_that_cannot_start_stops_the_coordinator(actor: CoordinatorActor) -> None:
+    def front(call: Callable[[Command], Reply]) -> RecordingFront:
+        raise PortTakenError("taken")
+
+    with pytest.raises(PortTakenError):
+        actor.start(front)
+    assert not actor.health()["running"]

@@ -1,0 +1,103 @@
+"""Who holds which prefix, in one pass."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.coordinator.location_index import LocationIndex
+from kvferry.coordinator.pool_events import Cleared, Removed, Stored
+from kvferry.proto.errors import InvariantError
+from kvferry.proto.ids import BlockId, GroupedHash, InstanceId
+
+D1, D2 = b"d1", b"d2"
+A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
+K = [GroupedHash(bytes([i])) for i in range(6)]
+
+
+def stored(*numbers: int) -> Stored:
+    return Stored(tuple(BlockId(n + 1) for n in numbers), tuple(K[n] for n in numbers))
+
+
+def removed(number: int) -> Removed:
+    return Removed(BlockId(number + 1), K[number])
+
+
+def index_of(**holdings: tuple[int, ...]) -> LocationIndex:
+    index = LocationIndex()
+    for name, numbers in holdings.items():
+        index.join(InstanceId(name), D1)
+        index.apply(InstanceId(name), [stored(*numbers)])
+    return index
+
+
+def test_every_instance_gets_its_own_longest_prefix() -> None:
+    index = index_of(a=(0, 1, 2), b=(0,), c=(1, 2))
+    assert index.longest_prefixes(D1, K[:4]) == {A: 3, B: 1}
+
+
+def test_a_gap_ends_a_prefix() -> None:
+    assert index_of(a=(0, 2, 3)).longest_prefixes(D1, K[:4]) == {A: 1}
+
+
+def test_no_keys_and_unknown_identities_find_nobody() -> None:
+    index = index_of(a=(0,))
+    assert index.longest_prefixes(D1, []) == {}
+    assert index.longest_prefixes(D2, K[:1]) == {}
+
+
+def test_identities_never_share_a_block() -> None:
+    index = index_of(a=(0, 1))
+    index.join(B, D2)
+    index.apply(B, [stored(0)])
+    assert index.longest_prefixes(D1, K[:2]) == {A: 2}
+    assert index.longest_prefixes(D2, K[:2]) == {B: 1}
+
+
+def test_a_key_is_gone_with_its_last_copy_only() -> None:
+    index = index_of(a=(0, 0, 0))
+    for _ in range(2):
+        index.apply(A, [removed(0)])
+        assert index.longest_prefixes(D1, K[:1]) == {A: 1}
+    index.apply(A, [removed(0)])
+    assert (index.longest_prefixes(D1, K[:1]), index.num_keys()) == ({}, 0)
+
+
+def test_clearing_one_instance_leaves_the_others() -> None:
+    index = index_of(a=(0, 0, 1), b=(0,))
+    index.apply(A, [Cleared()])
+    assert index.longest_prefixes(D1, K[:2]) == {B: 1}
+    index.apply(A, [stored(0), removed(0)])
+    assert index.copies_of(A) == {}
+
+
+def test_an_instance_that_left_is_forgotten_and_its_number_reused() -> None:
+    index = index_of(a=(0, 0), b=(0,))
+    index.leave(A)
+    index.leave(A)
+    index.join(C, D1)
+    assert index.longest_prefixes(D1, K[:1]) == {B: 1}
+    assert index.members() == {B, C}
+    assert index.copies_of(C) == {}
+    index.leave(B)
+    index.leave(C)
+    assert index.num_keys() == 0
+
+
+def test_contradicting_news_is_refused() -> None:
+    index = index_of(a=(0,))
+    with pytest.raises(InvariantError, match="already"):
+        index.join(A, D1)
+    with pytest.raises(InvariantError, match="does not hold"):
+        index.apply(A, [removed(1)])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sets(st.integers(0, 5)), min_size=1, max_size=20))
+def test_prefixes_are_those_of_the_sets_held(holdings: list[set[int]]) -> None:
+    index = index_of(**{f"i{n}": tuple(sorted(held)) for n, held in enumerate(holdings)})
+    expected = {}
+    for n, held in enumerate(holdings):
+        length = next((i for i in range(6) if i not in held), 6)
+        if length:
+            expected[InstanceId(f"i{n}")] = length
+    assert index.longest_prefixes(D1, K) == expected

@@ -1,0 +1,156 @@
+"""Random lives of three small instances; everything is checked after every command."""
+
+import contextlib
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.unit.coordinator.engine_model import Behaviour, EngineModel
+from tests.unit.coordinator.fleet import Fleet, admit
+
+from kvferry.proto.errors import BusyError, NotFoundError
+from kvferry.proto.ids import InstanceId, LeaseId
+from kvferry.proto.messages import ReleaseLease, RenewLease, Tick
+
+NAMES = ("a", "b", "c")
+NUM_BLOCKS = 7
+TEXTS = ("", "x", "xy", "xyz", "xyzw", "pq")
+names = st.sampled_from(NAMES)
+texts = st.sampled_from(TEXTS)
+behaviours = st.builds(
+    Behaviour,
+    budget=st.sampled_from([100, 6, 3, 0]),
+    grow=st.sampled_from([True, True, False]),
+    handoff=st.booleans(),
+    end=st.frozensets(st.integers(0, 9), max_size=1),
+    arrived=st.lists(st.sampled_from([9, 1, 0]), max_size=2).map(tuple),
+)
+
+
+class ServiceMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet = Fleet(step_lease_s=5.0, lease_cap_s=20.0)
+        self.engines: dict[str, EngineModel] = {}
+        self.lives: Counter[str] = Counter()
+        self.reservations: list[tuple[str, LeaseId, int]] = []
+        self.lease_ids: list[LeaseId] = []
+        self.num_requests = 0
+
+    @initialize()
+    def all_are_there_and_one_is_warm(self) -> None:
+        for name in NAMES:
+            self._register(name)
+        self.fleet.cache("a", "xyz")
+
+    @rule(
+        name=names,
+        new=st.lists(texts, max_size=2),
+        remote=st.sampled_from([True, True, False]),
+        does=behaviours,
+    )
+    def step(self, name: str, new: list[str], remote: bool, does: Behaviour) -> None:
+        self._queue(name, new, remote)
+        self.engines[name].step(self.fleet, name, does)
+
+    @rule(name=names, new=st.lists(texts, max_size=1), times=st.integers(2, 8))
+    def run_for_a_while(self, name: str, new: list[str], times: int) -> None:
+        self._queue(name, new, remote=True)
+        for _ in range(times):
+            self.engines[name].step(self.fleet, name, Behaviour())
+
+    @rule(name=names, seconds=st.sampled_from([0.5, 3.0, 30.0]), announced=st.booleans())
+    def a_process_dies_and_another_comes(self, name: str, seconds: float, announced: bool) -> None:
+        # Without an announcement the next life's registration takes the old one's place.
+        if seconds == 30.0:
+            if announced:
+                assert self.fleet.remove(name, incarnation=self.lives[name])
+            self._register(name)
+        else:
+            self.fleet.now += seconds
+            self.fleet.send(Tick())
+
+    @rule(text=texts, ttl_s=st.sampled_from([1.0, 8.0, 50.0]), end=st.booleans())
+    def lease(self, text: str, ttl_s: float, end: bool) -> None:
+        leased = self.fleet.lease(text, ttl_s)
+        if leased.lease_id is not None:
+            assert 1 <= leased.num_blocks <= len(text)
+            self.lease_ids.append(leased.lease_id)
+        if not self.lease_ids:
+            return
+        lease_id = self.lease_ids.pop(0)
+        if end:
+            self.fleet.send(ReleaseLease(call_id=self.fleet.call_id(), lease_id=lease_id))
+        else:
+            renew = RenewLease(call_id=self.fleet.call_id(), lease_id=lease_id, ttl_s=3.0)
+            try:
+                self.fleet.send(renew)
+            except NotFoundError:
+                assert lease_id not in self._live_leases()
+
+    @rule(name=names, text=texts, written=st.integers(0, 4), end=st.booleans())
+    def store(self, name: str, text: str, written: int, end: bool) -> None:
+        if self.lives[name] == 1:
+            # A pool that is too full refuses and, as the checks show, changes nothing.
+            with contextlib.suppress(BusyError):
+                reserved = self.fleet.reserve(name, text)
+                self.reservations.append((name, reserved.reservation_id, len(text)))
+        if end and self.reservations:
+            self._end_reservation(written)
+
+    @rule(prefill=names, decode=names, number=st.integers(0, 3), close=st.booleans())
+    def hand_over(self, prefill: str, decode: str, number: int, close: bool) -> None:
+        request = f"r{max(self.num_requests - number, 1)}"
+        if close:
+            self.fleet.close_handoff(request)
+        else:
+            self.fleet.open_handoff(request, prefill, decode, ttl_s=6.0)
+
+    @invariant()
+    def the_engines_and_the_coordinator_agree(self) -> None:
+        for name, engine in self.engines.items():
+            instance = self.fleet.service.state.instances[InstanceId(name)]
+            assert set(instance.requests) == {*engine.running, *engine.loading}
+            assert set(instance.loads) == set(engine.loading)
+
+    def teardown(self) -> None:
+        """Left alone, every request ends, and all blocks are free then."""
+        while self.reservations:
+            self._end_reservation(0)
+        self.fleet.now += 100.0
+        for name, engine in self.engines.items():
+            for _ in range(10 * (self.num_requests + 1)):
+                if engine.waiting or engine.running or engine.loading:
+                    done = Behaviour(grow=False, finish=True, arrived=(9,) * 20)
+                    engine.step(self.fleet, name, done)
+            assert (engine.waiting, engine.running, engine.loading) == ([], {}, {})
+        self.fleet.now += 100.0
+        self.fleet.send(Tick())
+        for name in self.engines:
+            assert self.fleet.num_free(name) == NUM_BLOCKS - 1
+        assert self.fleet.describe().num_leases == 0
+        assert self.fleet.describe().num_handoffs == 0
+
+    def _register(self, name: str) -> None:
+        self.lives[name] += 1
+        self.fleet.register(name, num_blocks=NUM_BLOCKS, incarnation=self.lives[name])
+        self.engines[name] = EngineModel()
+        self.reservations = [kept for kept in self.reservations if kept[0] != name]
+
+    def _queue(self, name: str, new: list[str], remote: bool) -> None:
+        for text in new:
+            self.num_requests += 1
+            ask = admit(f"r{self.num_requests}", text, allow_remote=remote)
+            self.engines[name].waiting.append(ask)
+
+    def _end_reservation(self, written: int) -> None:
+        name, reservation_id, size = self.reservations.pop(0)
+        self.fleet.end_reservation(name, reservation_id, min(written, size))
+
+    def _live_leases(self) -> list[LeaseId]:
+        return [lease.lease_id for lease in self.fleet.service.state.leases.live()]
+
+
+TestService = ServiceMachine.TestCase
+TestService.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
