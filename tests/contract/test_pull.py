@@ -1,0 +1,268 @@
+"""What every source of blocks must give a pull: an in-memory fake and the real gRPC server."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvferry.proto.errors import KvferryError
+from kvferry.proto.identity import GroupSpec, Identity
+from kvferry.proto.ids import BlockHash, BlockId, Incarnation, LeaseId
+from kvferry.worker.block_io import gather, scatter
+from kvferry.worker.device import open_device
+from kvferry.worker.frames import Frame, Header, Place, Segment, places_of
+from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.pull import receive
+from kvferry.worker.service import WorkerService
+from kvferry.worker.source import make_frame
+from kvferry.worker.transfer_session import PullSession
+from kvferry.worker.transfer_wire import FetchAsk, make_fetch_ask
+
+IDENTITY = Identity(
+    model="tiny",
+    weight_version="1",
+    weight_dtype="float32",
+    kv_dtype="float32",
+    kv_scales="",
+    rope="",
+    num_layers=2,
+    num_kv_heads=1,
+    head_size=8,
+    groups=(GroupSpec(kind="full", layers=(0, 1)),),
+)
+NUM_BLOCKS = 9
+HASHES = [BlockHash(hashlib.sha256(bytes([i])).digest()) for i in range(8)]
+DESTINATIONS = [BlockId(block_id) for block_id in (8, 3, 5, 1, 7, 2, 6, 4)]
+
+# What a source may do to its own messages before they leave.
+Tamper = Callable[[Iterator[Header | Frame]], Iterator[Header | Frame]]
+Source = Callable[[list[BlockHash], Tamper], AbstractContextManager["Pull"]]
+
+
+def new_memory() -> KvMemory:
+    return KvMemory(
+        open_device("cpu"),
+        num_blocks=NUM_BLOCKS,
+        block_tokens=4,
+        num_layers=2,
+        num_kv_heads=1,
+        head_size=8,
+        dtype="float32",
+    )
+
+
+def block_content(block_hash: BlockHash) -> bytes:
+    """Return the canonical bytes that belong to a hash."""
+    return (block_hash * 32)[: new_memory().block_bytes]
+
+
+class Pull:
+    """Ends with these facts, whatever the source: prefix, error class, and the memory."""
+
+    def __init__(self, run: Callable[[KvMemory], tuple[int, str | None]]) -> None:
+        self._run = run
+        self.memory = new_memory()
+
+    def __call__(self) -> tuple[int, str | None]:
+        return self._run(self.memory)
+
+    def block(self, index: int) -> bytes:
+        return gather(self.memory, [Place(DESTINATIONS[index], 0, 2)])
+
+
+class FakeSource:
+    """A dictionary that speaks the protocol."""
+
+    def __init__(self, held: Sequence[BlockHash]) -> None:
+        self._held = {block_hash: block_content(block_hash) for block_hash in held}
+
+    def messages(self, ask: FetchAsk) -> Iterator[Header | Frame]:
+        memory = new_memory()
+        found = []
+        for block_hash in ask.hashes:
+            if block_hash not in self._held:
+                break
+            found.append(self._held[block_hash])
+        yield Header(incarnation=1, num_found=len(found), geometry=memory.geometry)
+        for index, content in enumerate(found):
+            for layer in range(2):
+                page = content[layer * memory.page_bytes : (layer + 1) * memory.page_bytes]
+                segment = Segment(
+                    hash_index=index,
+                    layer_start=layer,
+                    layer_end=layer + 1,
+                    offset=0,
+                    length=len(page),
+                )
+                yield make_frame((segment,), page)
+
+
+@contextmanager
+def fake(held: list[BlockHash], tamper: Tamper) -> Iterator[Pull]:
+    source = FakeSource(held)
+
+    def run(memory: KvMemory) -> tuple[int, str | None]:
+        session = PullSession(len(HASHES), memory.geometry)
+        ask = make_fetch_ask(IDENTITY, HASHES)
+
+        def place(frame: Frame) -> None:
+            scatter(memory, places_of(frame.segments, DESTINATIONS), frame.payload)
+
+        try:
+            receive(tamper(source.messages(ask)), session, place)
+        except KvferryError as error:
+            return session.num_complete, type(error).__name__
+        whole = session.num_complete == len(HASHES)
+        return session.num_complete, None if whole else "NotFoundError"
+
+    yield Pull(run)
+
+
+class TamperingService(WorkerService):
+    tamper: Tamper
+
+    def open_fetch(self, ask: FetchAsk) -> Iterator[Header | Frame]:
+        return self.tamper(super().open_fetch(ask))
+
+
+@contextmanager
+def over_grpc(held: list[BlockHash], tamper: Tamper) -> Iterator[Pull]:
+    memory = new_memory()
+    source = TamperingService(identity=IDENTITY, incarnation=Incarnation(1), memory=memory)
+    source.tamper = tamper
+    for block_id, block_hash in enumerate(held, start=1):
+        scatter(memory, [Place(BlockId(block_id), 0, 2)], block_content(block_hash))
+        source.written([(block_hash, BlockId(block_id))])
+    address = source.serve()
+    clients: list[WorkerService] = []
+
+    def run(destination: KvMemory) -> tuple[int, str | None]:
+        client = WorkerService(identity=IDENTITY, incarnation=Incarnation(2), memory=destination)
+        clients.append(client)
+        outcome = client.pull(
+            source_address=address,
+            source_incarnation=Incarnation(1),
+            lease_id=LeaseId(""),
+            hashes=HASHES,
+            block_ids=DESTINATIONS,
+            deadline_s=20.0,
+            cancel=threading.Event(),
+        )
+        assert client.residency.counts().num_blocks == outcome.num_blocks
+        return outcome.num_blocks, outcome.error_type
+
+    try:
+        yield Pull(run)
+    finally:
+        for client in clients:
+            client.stop()
+        source.stop()
+
+
+@pytest.fixture(params=[fake, over_grpc], ids=["fake", "grpc"])
+def source(request: pytest.FixtureRequest) -> Source:
+    chosen: Source = request.param
+    return chosen
+
+
+def honest(messages: Iterator[Header | Frame]) -> Iterator[Header | Frame]:
+    return messages
+
+
+def frames_apart(messages: Iterator[Header | Frame]) -> Iterator[Header | Frame]:
+    """Send every segment as a frame of its own, so that a fault hits one of them."""
+    for message in messages:
+        if isinstance(message, Header):
+            yield message
+            continue
+        for part in message.segments:
+            payload = message.payload[part.offset : part.offset + part.length]
+            yield make_frame((replace(part, offset=0),), payload)
+
+
+def assert_prefix_in_place(pull: Pull, num_blocks: int) -> None:
+    for index in range(len(HASHES)):
+        expected = (
+            block_content(HASHES[index]) if index < num_blocks else bytes(pull.memory.block_bytes)
+        )
+        assert pull.block(index) == expected, index
+
+
+def test_everything_held_arrives_in_the_blocks_meant_for_it(source: Source) -> None:
+    with source(HASHES, honest) as pull:
+        assert pull() == (8, None)
+        assert_prefix_in_place(pull, 8)
+    assert torch.equal(pull.memory.layers[0][:, 0], torch.zeros(2, 4, 1, 8))
+
+
+@pytest.mark.parametrize("num_held", [0, 5])
+def test_only_the_prefix_that_is_held_arrives(source: Source, num_held: int) -> None:
+    with source(HASHES[:num_held], honest) as pull:
+        assert pull() == (num_held, "NotFoundError")
+        assert_prefix_in_place(pull, num_held)
+
+
+def test_a_hole_in_what_is_held_ends_the_prefix(source: Source) -> None:
+    with source(HASHES[:2] + HASHES[3:], honest) as pull:
+        assert pull() == (2, "NotFoundError")
+        assert_prefix_in_place(pull, 2)
+
+
+def test_a_corrupt_frame_ends_the_transfer_and_leaves_nothing_behind_it(source: Source) -> None:
+    def corrupt(messages: Iterator[Header | Frame]) -> Iterator[Header | Frame]:
+        for message in frames_apart(messages):
+            if isinstance(message, Frame) and message.segments[0].hash_index == 3:
+                wrong = bytes([message.payload[0] ^ 1]) + message.payload[1:]
+                yield replace(message, payload=wrong)
+            else:
+                yield message
+
+    with source(HASHES, corrupt) as pull:
+        assert pull() == (3, "TransferError")
+        assert_prefix_in_place(pull, 3)
+
+
+def test_a_frame_that_comes_twice_ends_the_transfer(source: Source) -> None:
+    def repeat(messages: Iterator[Header | Frame]) -> Iterator[Header | Frame]:
+        for message in frames_apart(messages):
+            yield message
+            if isinstance(message, Frame) and message.segments[0].hash_index == 0:
+                yield message
+
+    with source(HASHES, repeat) as pull:
+        _, error = pull()
+        assert error == "TransferError"
+
+
+def test_a_stream_that_ends_early_keeps_its_whole_prefix(source: Source) -> None:
+    def shorten(messages: Iterator[Header | Frame]) -> Iterator[Header | Frame]:
+        for message in frames_apart(messages):
+            if isinstance(message, Frame) and message.segments[0].hash_index == 6:
+                return
+            yield message
+
+    with source(HASHES, shorten) as pull:
+        assert pull() == (6, "TransferError")
+        assert_prefix_in_place(pull, 6)
+
+
+def test_an_end_that_fails_after_everything_arrived_is_no_failure(source: Source) -> None:
+    def fail_late(messages: Iterator[Header | Frame]) -> Iterator[Header | Frame]:
+        yield from messages
+        raise KvferryError("too late to matter")
+
+    with source(HASHES, fail_late) as pull:
+        assert pull() == (8, None)
+
+
+def test_a_source_that_never_sends_a_header_delivers_nothing(source: Source) -> None:
+    def no_header(messages: Iterator[Header | Frame]) -> Iterator[Header | Frame]:
+        return (message for message in messages if isinstance(message, Frame))
+
+    with source(HASHES, no_header) as pull:
+        assert pull() == (0, "TransferError")
+        assert_prefix_in_place(pull, 0)

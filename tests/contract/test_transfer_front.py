@@ -1,0 +1,106 @@
+"""The gRPC front of one worker: where it may listen, and what it asks of every caller."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.integration.transfer_peer import hash_of, new_worker
+
+from kvferry.proto.errors import BadInputError, ConfigError, InsecureBindError, PortTakenError
+from kvferry.proto.ids import BlockId, Incarnation, InstanceId, LeaseId
+from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
+from kvferry.worker.actor import StoreConfig, WorkerActor
+from kvferry.worker.grpc_errors import error_of_call
+from kvferry.worker.pull import PullOutcome
+from kvferry.worker.service import WorkerService
+from kvferry.worker.transfer_server import SERVICE_NAME
+
+
+@contextmanager
+def here() -> Iterator[WorkerService]:
+    worker = new_worker(50, num_blocks=9, num_layers=2, head_size=64)
+    try:
+        yield worker
+    finally:
+        worker.stop()
+
+
+@pytest.fixture
+def listening() -> Iterator[WorkerService]:
+    """A worker whose server the test starts."""
+    with here() as worker:
+        yield worker
+
+
+def pull_one(worker: WorkerService, address: str, incarnation: int) -> PullOutcome:
+    return worker.pull(
+        source_address=address,
+        source_incarnation=Incarnation(incarnation),
+        lease_id=LeaseId(""),
+        hashes=[hash_of(0)],
+        block_ids=[BlockId(1)],
+        deadline_s=5.0,
+        cancel=threading.Event(),
+    )
+
+
+def test_a_taken_port_is_refused_by_number(listening: WorkerService) -> None:
+    port = int(listening.serve().rsplit(":", 1)[1])
+    with here() as worker, pytest.raises(PortTakenError, match=f"given: {port}"):
+        worker.serve(port=port)
+
+
+def test_a_bind_beyond_loopback_is_refused_without_insecure() -> None:
+    with here() as worker:
+        with pytest.raises(InsecureBindError, match=r"given: 0\.0\.0\.0"):
+            worker.serve(bind="0.0.0.0")
+        assert worker.serve(bind="0.0.0.0", insecure=True).startswith("0.0.0.0:")
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with here() as worker, pytest.raises(ConfigError, match=r"given: 192\.0\.2\.1"):
+        worker.serve(bind="192.0.2.1", insecure=True)
+
+
+def test_a_call_without_a_deadline_is_refused(listening: WorkerService) -> None:
+    with grpc.insecure_channel(listening.serve()) as channel:
+        stub = transfer_pb2_grpc.TransferStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Describe(transfer_pb2.DescribeRequest())
+    error = error_of_call(refused.value, "here")
+    assert type(error) is BadInputError
+    assert error.message == "a call without a deadline"
+
+
+def test_the_health_service_says_serving(listening: WorkerService) -> None:
+    with grpc.insecure_channel(listening.serve()) as channel:
+        request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+        # The stubs on PyPI do not know the stub's methods.
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        reply = stub.Check(request, timeout=10.0)
+    assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_store_instance_starts_serves_and_stops() -> None:
+    actor = WorkerActor()
+    with here() as worker:
+        started = actor.start(
+            StoreConfig(
+                instance_id=InstanceId("store-0"),
+                incarnation=Incarnation(4),
+                identity=worker.identity,
+                num_blocks=9,
+                block_tokens=2,
+            )
+        )
+        assert (started.pid, actor.ping()) == (os.getpid(), os.getpid())
+        outcome = pull_one(worker, started.address, 4)
+        assert (outcome.num_blocks, outcome.error_type) == (0, "NotFoundError")
+        assert actor.stats().num_fetches == 1
+        actor.stop()
+        assert pull_one(worker, started.address, 4).error_type == "UnavailableError"

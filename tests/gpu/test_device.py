@@ -1,0 +1,80 @@
+import threading
+
+import pytest
+import torch
+
+from kvferry.proto.ids import BlockId
+from kvferry.worker.block_io import gather, scatter
+from kvferry.worker.device import open_device
+from kvferry.worker.frames import Place
+from kvferry.worker.kv_memory import KvMemory
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def memory(device: str) -> KvMemory:
+    return KvMemory(
+        open_device(device),
+        num_blocks=33,
+        block_tokens=16,
+        num_layers=3,
+        num_kv_heads=2,
+        head_size=64,
+        dtype="bfloat16",
+    )
+
+
+def test_bytes_from_the_gpu_are_those_of_the_cpu_twin() -> None:
+    gpu, cpu = memory("cuda"), memory("cpu")
+    for on_gpu, on_cpu in zip(gpu.layers, cpu.layers, strict=True):
+        on_cpu.copy_(torch.randn(on_cpu.shape))
+        on_gpu.copy_(on_cpu)
+    places = [Place(BlockId(7), 0, 3), Place(BlockId(1), 1, 2)]
+    assert gather(gpu, places) == gather(cpu, places)
+
+
+def test_scattered_bytes_are_on_the_gpu_when_the_call_returns() -> None:
+    gpu = memory("cuda")
+    payload = torch.randint(0, 256, (gpu.block_bytes,), dtype=torch.uint8).numpy().tobytes()
+    scatter(gpu, [Place(BlockId(5), 0, 3)], payload)
+    assert gather(gpu, [Place(BlockId(5), 0, 3)]) == payload
+    assert not gpu.layers[0][:, 4].any()
+
+
+def test_a_copy_sees_what_was_queued_on_the_default_stream_before_it() -> None:
+    gpu = memory("cuda")
+    big = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        big = big @ big
+        big /= big.norm()
+    gpu.layers[0][:, 3] = 2.0
+    page = torch.frombuffer(bytearray(gather(gpu, [Place(BlockId(3), 0, 1)])), dtype=torch.bfloat16)
+    assert (page == 2.0).all()
+
+
+def test_threads_do_not_share_a_staging_buffer() -> None:
+    gpu = memory("cuda")
+    for block_id in range(1, 33):
+        gpu.layers[0][:, block_id] = float(block_id)
+    wrong = []
+
+    def read(block_id: int) -> None:
+        expected = torch.full((gpu.page_bytes // 2,), float(block_id), dtype=torch.bfloat16)
+        wanted = expected.view(torch.uint8).numpy().tobytes()
+        for _ in range(50):
+            if gather(gpu, [Place(BlockId(block_id), 0, 1)]) != wanted:
+                wrong.append(block_id)
+
+    threads = [threading.Thread(target=read, args=(block_id,)) for block_id in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_gpu_asks_ray_for_one() -> None:
+    assert open_device("cuda:0").num_gpus == 1

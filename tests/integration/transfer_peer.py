@@ -1,0 +1,140 @@
+"""A process that hosts workers for test_transfer.py and obeys its standard input.
+
+`open {"incarnation": 1, "head_size": 8, ..., "behaviour": "slow"}` starts a worker and answers with
+its address: block i (from 1) holds hash i - 1, filled by `content_of`; with "empty" nothing is held
+and stores are taken. `reuse <address> <block id>` answers "done".
+"""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvferry.proto.identity import GroupSpec, Identity
+from kvferry.proto.ids import BlockHash, BlockId, Incarnation, LeaseId
+from kvferry.worker.block_io import scatter
+from kvferry.worker.device import open_device
+from kvferry.worker.frames import Frame, Header, Place
+from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.service import WorkerService
+from kvferry.worker.transfer_wire import FetchAsk
+
+
+def new_worker(
+    incarnation: int, *, num_blocks: int, num_layers: int, head_size: int, model: str = "tiny"
+) -> "PeerService":
+    """Return a worker of one KV head and two tokens per block: a page is 16 * head_size bytes."""
+    identity = Identity(
+        model=model,
+        weight_version="1",
+        weight_dtype="float32",
+        kv_dtype="float32",
+        kv_scales="",
+        rope="",
+        num_layers=num_layers,
+        num_kv_heads=1,
+        head_size=head_size,
+        groups=(GroupSpec(kind="full", layers=tuple(range(num_layers))),),
+    )
+    memory = KvMemory(
+        open_device("cpu"),
+        num_blocks=num_blocks,
+        block_tokens=2,
+        num_layers=num_layers,
+        num_kv_heads=1,
+        head_size=head_size,
+        dtype="float32",
+    )
+    return PeerService(identity=identity, incarnation=Incarnation(incarnation), memory=memory)
+
+
+def hash_of(index: int) -> BlockHash:
+    return BlockHash(hashlib.sha256(str(index).encode()).digest())
+
+
+def content_of(index: int, num_bytes: int) -> bytes:
+    return np.random.default_rng(index).bytes(num_bytes)
+
+
+def fill(worker: WorkerService) -> None:
+    """Write and declare block i + 1 for every hash index i."""
+    for block_id in range(1, worker.memory.num_blocks):
+        payload = content_of(block_id - 1, worker.memory.block_bytes)
+        place = Place(BlockId(block_id), 0, worker.memory.num_layers)
+        scatter(worker.memory, [place], payload)
+        worker.written([(hash_of(block_id - 1), BlockId(block_id))])
+
+
+class PeerService(WorkerService):
+    """Serves in the way the test asks for; every frame holds one block or less."""
+
+    behaviour = "plain"
+
+    def open_fetch(self, ask: FetchAsk) -> Iterator[Header | Frame]:
+        asked = replace(ask, max_frame_bytes=min(self.memory.block_bytes, 1 << 20))
+        for message in super().open_fetch(asked):
+            yield self._misbehave(message) if isinstance(message, Frame) else message
+
+    def _misbehave(self, frame: Frame) -> Frame:
+        index = frame.segments[0].hash_index
+        if self.behaviour == "corrupt" and index == 2:
+            return replace(frame, payload=frame.payload[:-1] + bytes([frame.payload[-1] ^ 1]))
+        if self.behaviour == "stall" and index == 2:
+            time.sleep(60.0)
+        if self.behaviour == "slow":
+            time.sleep(0.05)
+        if self.behaviour == "reuse" and index == 1:
+            # Block 4 (hash index 3) is handed out anew while this fetch is under way.
+            self.reused([BlockId(4)])
+            scatter(self.memory, [Place(BlockId(4), 0, 1)], bytes(self.memory.page_bytes))
+        if self.behaviour == "broken" and index == 2:
+            raise ZeroDivisionError("a bug in a handler")
+        return frame
+
+
+class FirstBlocks:
+    """Reserves blocks 1, 2, 3 ... for one store."""
+
+    def reserve(self, hashes: Sequence[BlockHash]) -> tuple[LeaseId, Sequence[BlockId | None]]:
+        return LeaseId("r1"), [BlockId(i) for i in range(1, len(hashes) + 1)]
+
+    def end(self, reservation_id: LeaseId, num_written: int) -> None:
+        print(f"{reservation_id} ended with {num_written}", file=sys.stderr)
+
+
+def open_worker(settings: dict[str, Any]) -> PeerService:
+    behaviour = settings.pop("behaviour", "plain")
+    empty = settings.pop("empty", False)
+    worker = new_worker(**settings)
+    worker.behaviour = behaviour
+    if empty:
+        worker.reserver = FirstBlocks()
+    else:
+        fill(worker)
+    return worker
+
+
+def main() -> None:
+    workers: dict[str, PeerService] = {}
+    for line in sys.stdin:
+        command, rest = line.split(maxsplit=1)
+        if command == "open":
+            settings = json.loads(rest)
+            port = settings.pop("port", 0)
+            worker = open_worker(settings)
+            address = worker.serve(port=port)
+            workers[address] = worker
+            print(address, flush=True)
+        else:
+            address, block_id = rest.split()
+            workers[address].reused([BlockId(int(block_id))])
+            print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

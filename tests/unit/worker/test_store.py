@@ -1,0 +1,287 @@
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from kvferry.proto.errors import (
+    BadInputError,
+    BusyError,
+    ConfigError,
+    IdentityMismatchError,
+    InvariantError,
+    MismatchError,
+    TransferError,
+)
+from kvferry.proto.identity import GroupSpec, Identity
+from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, LeaseId
+from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved
+from kvferry.worker.actor import StoreConfig, WorkerActor
+from kvferry.worker.block_io import gather
+from kvferry.worker.coordinator_reserver import CoordinatorReserver
+from kvferry.worker.device import open_device
+from kvferry.worker.frames import Frame, Place, plan_frames
+from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.service import WorkerService
+from kvferry.worker.source import make_frame
+from kvferry.worker.transfer_wire import StoreAsk, make_store_ask
+
+IDENTITY = Identity(
+    model="tiny",
+    weight_version="1",
+    weight_dtype="float32",
+    kv_dtype="float32",
+    kv_scales="",
+    rope="",
+    num_layers=1,
+    num_kv_heads=1,
+    head_size=2,
+    groups=(GroupSpec(kind="full", layers=(0,)),),
+)
+HASHES = tuple(BlockHash(hashlib.sha256(bytes([i])).digest()) for i in range(3))
+
+
+class FakeReserver:
+    def __init__(self, block_ids: Sequence[int | None]) -> None:
+        self._block_ids = block_ids
+        self.ended: list[tuple[LeaseId, int]] = []
+
+    def reserve(self, hashes: Sequence[BlockHash]) -> tuple[LeaseId, Sequence[BlockId | None]]:
+        return LeaseId("r1"), [None if i is None else BlockId(i) for i in self._block_ids]
+
+    def end(self, reservation_id: LeaseId, num_written: int) -> None:
+        self.ended.append((reservation_id, num_written))
+
+
+def new_service(identity: Identity = IDENTITY) -> WorkerService:
+    memory = KvMemory(
+        open_device("cpu"),
+        num_blocks=5,
+        block_tokens=4,
+        num_layers=1,
+        num_kv_heads=1,
+        head_size=2,
+        dtype="float32",
+    )
+    return WorkerService(identity=identity, incarnation=Incarnation(1), memory=memory)
+
+
+def content(index: int) -> bytes:
+    return bytes([index + 1]) * 64
+
+
+def parts(service: WorkerService) -> list[StoreAsk | Frame]:
+    """Return a header and one frame per block."""
+    geometry = service.memory.geometry
+    frames = [
+        make_frame(segments, content(segments[0].hash_index))
+        for segments in plan_frames(len(HASHES), geometry, geometry.block_bytes)
+    ]
+    return [make_store_ask(IDENTITY, HASHES, geometry), *frames]
+
+
+def block(service: WorkerService, block_id: int) -> bytes:
+    return gather(service.memory, [Place(BlockId(block_id), 0, 1)])
+
+
+def resident_blocks(service: WorkerService) -> int:
+    return service.describe().num_resident_blocks
+
+
+def test_stored_blocks_are_in_place_and_resident_before_the_reservation_ends() -> None:
+    service = new_service()
+
+    class Checking(FakeReserver):
+        def end(self, reservation_id: LeaseId, num_written: int) -> None:
+            assert resident_blocks(service) == 3
+            super().end(reservation_id, num_written)
+
+    reserver = Checking([4, 2, 3])
+    service.reserver = reserver
+    assert service.accept_store(iter(parts(service))) == 3
+    assert [block(service, i) for i in (4, 2, 3)] == [content(0), content(1), content(2)]
+    assert reserver.ended == [("r1", 3)]
+    assert service.stats().num_bytes_stored == 192
+
+
+def test_a_block_that_is_here_already_is_counted_and_not_written() -> None:
+    service = new_service()
+    reserver = FakeReserver([4, None, 3])
+    service.reserver = reserver
+    assert service.accept_store(iter(parts(service))) == 3
+    assert [block(service, i) for i in (1, 2)] == [bytes(64), bytes(64)]
+    assert resident_blocks(service) == 2
+    assert reserver.ended == [("r1", 3)]
+
+
+def test_what_a_reserved_block_held_before_is_forgotten() -> None:
+    service = new_service()
+    old = BlockHash(b"o" * 32)
+    service.written([(old, BlockId(4))])
+    service.reserver = FakeReserver([4, 2, 3])
+    corrupt = parts(service)
+    first = corrupt[1]
+    assert isinstance(first, Frame)
+    corrupt[1] = replace(first, checksum=0)
+    with pytest.raises(TransferError, match="checksum is wrong"):
+        service.accept_store(iter(corrupt))
+    assert resident_blocks(service) == 0
+    assert service.stats().num_checksum_failures == 1
+    assert service.stats().errors == {"TransferError": 1}
+
+
+def test_a_client_that_leaves_midway_keeps_its_prefix_and_ends_the_reservation() -> None:
+    service = new_service()
+    reserver = FakeReserver([4, 2, 3])
+    service.reserver = reserver
+
+    def leaving() -> Iterator[StoreAsk | Frame]:
+        yield from parts(service)[:3]
+        raise ConnectionError("the client is gone")
+
+    with pytest.raises(ConnectionError):
+        service.accept_store(leaving())
+    assert reserver.ended == [("r1", 2)]
+    assert resident_blocks(service) == 2
+
+
+def test_a_short_store_fails_with_its_prefix_kept() -> None:
+    service = new_service()
+    reserver = FakeReserver([4, 2, 3])
+    service.reserver = reserver
+    with pytest.raises(TransferError, match="ended early"):
+        service.accept_store(iter(parts(service)[:2]))
+    assert reserver.ended == [("r1", 1)]
+
+
+def test_a_second_header_is_refused() -> None:
+    service = new_service()
+    service.reserver = FakeReserver([4, 2, 3])
+    header = parts(service)[0]
+    with pytest.raises(TransferError, match="second header"):
+        service.accept_store(iter([header, header]))
+
+
+def test_a_worker_without_an_owner_of_its_blocks_takes_no_stores() -> None:
+    service = new_service()
+    with pytest.raises(MismatchError, match="takes no stores") as refused:
+        service.accept_store(iter(parts(service)))
+    assert refused.value.grpc_status == "FAILED_PRECONDITION"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_store_that_does_not_begin_with_a_header_reserves_nothing(first: int) -> None:
+    service = new_service()
+    reserver = FakeReserver([4, 2, 3])
+    service.reserver = reserver
+    frames = parts(service)[1 : 1 + first]
+    with pytest.raises(BadInputError, match="must begin with a header"):
+        service.accept_store(iter(frames))
+    assert reserver.ended == []
+
+
+def test_another_identity_is_refused_by_field_and_reserves_nothing() -> None:
+    service = new_service(replace(IDENTITY, weight_version="2"))
+    reserver = FakeReserver([4, 2, 3])
+    service.reserver = reserver
+    with pytest.raises(IdentityMismatchError, match="weight_version=1; allowed: weight_version=2"):
+        service.accept_store(iter(parts(service)))
+    assert reserver.ended == []
+
+
+def test_other_block_sizes_are_refused_before_anything_is_reserved() -> None:
+    service = new_service()
+    reserver = FakeReserver([4, 2, 3])
+    service.reserver = reserver
+    header = parts(service)[0]
+    assert isinstance(header, StoreAsk)
+    wrong = replace(header, geometry=replace(header.geometry, block_tokens=8))
+    with pytest.raises(TransferError, match="cut blocks differently"):
+        service.accept_store(iter([wrong]))
+    assert reserver.ended == []
+
+
+def test_memory_that_is_not_the_identitys_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"given: \(1, 1, 2, 'float32'\); allowed: \(1, 1, 4"):
+        new_service(replace(IDENTITY, head_size=4))
+
+
+class FakeCoordinator:
+    def __init__(self, answer: Callable[[Command], Reply]) -> None:
+        self.commands: list[Command] = []
+        self._answer = answer
+
+    def __call__(self, command: Command) -> Reply:
+        self.commands.append(command)
+        return self._answer(command)
+
+
+def reserving(command: Command) -> Reply:
+    if isinstance(command, Reserve):
+        block_ids = tuple(BlockId(i + 1) for i in range(len(command.hashes)))
+        return Reserved(reservation_id=LeaseId("r9"), block_ids=block_ids)
+    return Done(changed=True)
+
+
+def new_reserver(coordinator: FakeCoordinator) -> CoordinatorReserver:
+    return CoordinatorReserver(
+        coordinator,
+        instance_id=InstanceId("store-0"),
+        incarnation=Incarnation(7),
+        epoch=Epoch(3),
+    )
+
+
+def test_reservations_are_asked_of_the_coordinator_in_the_instances_life() -> None:
+    coordinator = FakeCoordinator(reserving)
+    reserver = new_reserver(coordinator)
+    assert reserver.reserve(HASHES) == ("r9", (1, 2, 3))
+    reserver.end(LeaseId("r9"), 2)
+    life = {"epoch": 3, "instance_id": "store-0", "incarnation": 7}
+    reserve, end = coordinator.commands
+    assert isinstance(reserve, Reserve)
+    assert isinstance(end, EndReservation)
+    for command in (reserve, end):
+        assert {name: getattr(command, name) for name in life} == life
+    assert reserve.hashes == HASHES
+    assert (end.reservation_id, end.num_written) == ("r9", 2)
+    assert reserve.call_id != end.call_id
+
+
+def test_a_reply_of_another_kind_is_a_broken_invariant() -> None:
+    with pytest.raises(InvariantError, match="given: Done; allowed: Reserved"):
+        new_reserver(FakeCoordinator(lambda _: Done(changed=True))).reserve(HASHES)
+
+
+def test_no_room_at_the_coordinator_reaches_the_client_and_ends_nothing() -> None:
+    def full(_: Command) -> Reply:
+        raise BusyError("no free blocks", given=3, allowed=0)
+
+    coordinator = FakeCoordinator(full)
+    service = new_service()
+    service.reserver = new_reserver(coordinator)
+    with pytest.raises(BusyError, match="no free blocks"):
+        service.accept_store(iter(parts(service)))
+    assert len(coordinator.commands) == 1
+
+
+def test_a_worker_actor_says_what_to_do_first() -> None:
+    actor = WorkerActor()
+    actor.stop()
+    with pytest.raises(ConfigError, match=r"not started; allowed: start\(config\) first"):
+        actor.set_coordinator(reserving, Epoch(1))
+
+
+def test_a_worker_actor_with_an_impossible_config_stays_unstarted() -> None:
+    actor = WorkerActor()
+    config = StoreConfig(
+        instance_id=InstanceId("store-0"),
+        incarnation=Incarnation(1),
+        identity=IDENTITY,
+        num_blocks=0,
+        block_tokens=4,
+    )
+    with pytest.raises(ConfigError, match="num_blocks must be a positive integer; given: 0"):
+        actor.start(config)
+    with pytest.raises(ConfigError, match="not started"):
+        actor.stats()

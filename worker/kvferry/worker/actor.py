@@ -1,0 +1,114 @@
+"""A store instance's rank: a worker without a model. A plain class that Ray can run as an actor."""
+
+import os
+from dataclasses import dataclass
+
+from kvferry.proto.errors import ConfigError
+from kvferry.proto.identity import Identity
+from kvferry.proto.ids import Epoch, Incarnation, InstanceId
+from kvferry.worker.coordinator_reserver import Call, CoordinatorReserver
+from kvferry.worker.device import open_device
+from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.service import WorkerService
+from kvferry.worker.stats import WorkerStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """What a store instance holds and where it listens.
+
+    `num_blocks` includes the null block. `bind` is the address peers connect to; beyond loopback it
+    needs `insecure`.
+    """
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    identity: Identity
+    num_blocks: int
+    block_tokens: int
+    device: str = "cpu"
+    bind: str = "127.0.0.1"
+    port: int = 0
+    insecure: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStarted:
+    """What the instance's registration says about this process."""
+
+    address: str
+    pid: int
+
+
+class WorkerActor:
+    """Construct, `start`, register elsewhere, `set_coordinator`; then it serves and takes stores.
+
+    Every method may be called from any thread of the actor, one at a time.
+    """
+
+    # A Ray actor whose constructor fails is hard to tell from one that died: nothing happens here.
+    def __init__(self) -> None:
+        self._config: StoreConfig | None = None
+        self._service: WorkerService | None = None
+
+    def start(self, config: StoreConfig) -> StoreStarted:
+        """Allocate the memory, start the transfer server, and return how to reach it.
+
+        Raises:
+            ConfigError: sizes, dtype or device that cannot be, or it was started before.
+            InsecureBindError, PortTakenError: the server cannot listen there.
+        """
+        if self._service is not None:
+            raise ConfigError("this worker was started before", given=config.instance_id)
+        identity = config.identity
+        memory = KvMemory(
+            open_device(config.device),
+            num_blocks=config.num_blocks,
+            block_tokens=config.block_tokens,
+            num_layers=identity.num_layers,
+            num_kv_heads=identity.num_kv_heads,
+            head_size=identity.head_size,
+            dtype=identity.kv_dtype,
+        )
+        service = WorkerService(identity=identity, incarnation=config.incarnation, memory=memory)
+        address = service.serve(bind=config.bind, port=config.port, insecure=config.insecure)
+        self._config, self._service = config, service
+        return StoreStarted(address=address, pid=os.getpid())
+
+    def set_coordinator(self, call: Call, epoch: Epoch) -> None:
+        """Take stores from now on, with blocks reserved through `call` under `epoch`.
+
+        Raises:
+            ConfigError: the worker was not started.
+        """
+        service = self._started()
+        assert self._config is not None
+        service.reserver = CoordinatorReserver(
+            call,
+            instance_id=self._config.instance_id,
+            incarnation=self._config.incarnation,
+            epoch=epoch,
+        )
+
+    def ping(self) -> int:
+        """Return the process id: the worker answers calls."""
+        return os.getpid()
+
+    def stats(self) -> WorkerStats:
+        """Return what was moved and refused so far.
+
+        Raises:
+            ConfigError: the worker was not started.
+        """
+        return self._started().stats()
+
+    def stop(self) -> None:
+        """Stop serving; repeating, or without a start, is fine."""
+        if self._service is not None:
+            self._service.stop()
+            self._service = None
+
+    def _started(self) -> WorkerService:
+        if self._service is None:
+            raise ConfigError("the worker was not started", allowed="start(config) first")
+        return self._service

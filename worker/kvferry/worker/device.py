@@ -1,0 +1,165 @@
+"""Where KV bytes live and how they get to the host and back: the only file that says torch.cuda.
+
+The CUDA half has not run on a GPU yet; `tests/gpu/test_device.py` exercises it where there is one.
+The CPU twin is what every other test runs on.
+
+Pieces are one-dimensional contiguous runs of bytes, taken from what `as_bytes` returned by plain
+indexing. A call moves a whole list of them with one wait at the end, because a wait per piece would
+dominate.
+"""
+
+import re
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.proto.errors import ConfigError
+
+HostBytes = npt.NDArray[np.uint8]
+
+DeviceBytes = torch.Tensor | HostBytes
+"""Bytes on a device: an array on the CPU (indexing it is ten times cheaper), a tensor on a GPU."""
+
+
+class Device(Protocol):
+    """One place that holds KV memory."""
+
+    @property
+    def name(self) -> str:
+        """The torch name, e.g. "cpu" or "cuda:0"."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that a process using this device asks Ray for."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return a zeroed uint8 tensor of shape [num_bytes] on the device."""
+
+    def as_bytes(self, raw: torch.Tensor) -> DeviceBytes:
+        """Return the same memory as a uint8 tensor of the device, in the form pieces have."""
+
+    def to_host(self, pieces: Sequence[DeviceBytes]) -> list[HostBytes]:
+        """Return the bytes of each piece on the host, complete when the call returns.
+
+        The arrays stay valid until the same thread's next `to_host` or `from_host`, and on the CPU
+        they are the memory itself: copy before anything else happens.
+        """
+
+    def from_host(self, pieces: Sequence[DeviceBytes], sources: Sequence[HostBytes]) -> None:
+        """Overwrite each piece with the source of its length, complete when the call returns."""
+
+    def synchronize(self) -> None:
+        """Wait until all work queued on the device has ended."""
+
+
+def open_device(name: str) -> Device:
+    """Return the device called "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        ConfigError: another name, or no such GPU on this machine.
+    """
+    if name == "cpu":
+        return CpuDevice()
+    match = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if match is None:
+        raise ConfigError("unknown device", given=name, allowed='"cpu", "cuda" or "cuda:N"')
+    index, count = int(match.group(1) or 0), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            "no such GPU on this machine", given=name, allowed=f"{count} GPUs, counted from 0"
+        )
+    return CudaDevice(index)
+
+
+class CpuDevice:
+    """Host memory. Pieces are their own host bytes, so a read costs nothing."""
+
+    name = "cpu"
+    num_gpus = 0
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return a zeroed uint8 tensor of shape [num_bytes]."""
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def as_bytes(self, raw: torch.Tensor) -> HostBytes:
+        """Return the tensor's memory as an array."""
+        array: HostBytes = raw.numpy()
+        return array
+
+    def to_host(self, pieces: Sequence[DeviceBytes]) -> list[HostBytes]:
+        """Return the pieces themselves, without a copy."""
+        return [np.asarray(piece) for piece in pieces]
+
+    def from_host(self, pieces: Sequence[DeviceBytes], sources: Sequence[HostBytes]) -> None:
+        """Copy each source into its piece."""
+        # numpy copies in the calling thread; torch would wake the threads the model computes with.
+        for piece, source in zip(pieces, sources, strict=True):
+            np.copyto(np.asarray(piece), source)
+
+    def synchronize(self) -> None:
+        """Return at once: nothing is queued."""
+
+
+class CudaDevice:
+    """One GPU. Copies go through pinned memory on a stream of their own (not run on a GPU yet)."""
+
+    num_gpus = 1
+
+    def __init__(self, index: int) -> None:
+        self.name = f"cuda:{index}"
+        self._device = torch.device("cuda", index)
+        self._copy_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        # Pinned staging per thread: several transfers run at once and must not share a buffer.
+        self._of_thread = threading.local()
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return a zeroed uint8 tensor of shape [num_bytes] on the GPU."""
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        self.synchronize()
+        return tensor
+
+    def as_bytes(self, raw: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself."""
+        return raw
+
+    def to_host(self, pieces: Sequence[DeviceBytes]) -> list[HostBytes]:
+        """Copy the pieces into this thread's pinned buffer, after the work queued so far."""
+        tensors = [torch.as_tensor(piece) for piece in pieces]
+        staged = self._staging([tensor.numel() for tensor in tensors])
+        self._copy(zip(staged, tensors, strict=True))
+        return [tensor.numpy() for tensor in staged]
+
+    def from_host(self, pieces: Sequence[DeviceBytes], sources: Sequence[HostBytes]) -> None:
+        """Copy the sources over this thread's pinned buffer into the pieces."""
+        tensors = [torch.as_tensor(piece) for piece in pieces]
+        staged = self._staging([tensor.numel() for tensor in tensors])
+        for tensor, source in zip(staged, sources, strict=True):
+            tensor.numpy()[:] = source
+        self._copy(zip(tensors, staged, strict=True))
+
+    def synchronize(self) -> None:
+        """Wait until all work queued on the GPU has ended."""
+        torch.cuda.synchronize(self._device)
+
+    def _copy(self, pairs: "zip[tuple[torch.Tensor, torch.Tensor]]") -> None:
+        # The model computes on the default stream: what it has queued on these blocks comes first.
+        self._copy_stream.wait_stream(torch.cuda.default_stream(self._device))
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._copy_stream):
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+            done.record(self._copy_stream)
+        done.synchronize()
+
+    def _staging(self, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """Return pinned slices of these lengths, next to each other in this thread's buffer."""
+        needed = sum(lengths)
+        buffer: torch.Tensor | None = getattr(self._of_thread, "buffer", None)
+        if buffer is None or buffer.numel() < needed:
+            buffer = torch.empty(needed, dtype=torch.uint8, pin_memory=True)
+            self._of_thread.buffer = buffer
+        return list(torch.split(buffer[:needed], list(lengths)))

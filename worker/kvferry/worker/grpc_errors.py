@@ -1,0 +1,52 @@
+"""Between kvferry's errors and gRPC's: how a handler refuses, and what a failed call meant."""
+
+import logging
+from typing import Any, NoReturn
+
+import grpc
+
+from kvferry.proto.errors import BadInputError, KvferryError
+from kvferry.proto.grpc_status import (
+    ERROR_METADATA_KEY,
+    MAX_DETAILS_CHARS,
+    encode_error,
+    error_from_status,
+)
+
+_log = logging.getLogger(__name__)
+
+# gRPC reports a call without a deadline as one that ends in centuries.
+_LONGEST_DEADLINE_S = 10 * 365 * 86_400.0
+
+
+def abort_with(context: grpc.ServicerContext, error: Exception) -> NoReturn:
+    """End a call with the status of `error`; it always raises, as handlers must not return after.
+
+    An error that is not kvferry's is a bug: it is logged here and the caller is told its class.
+    """
+    if isinstance(error, KvferryError):
+        context.set_trailing_metadata(((ERROR_METADATA_KEY, encode_error(error)),))
+        context.abort(grpc.StatusCode[error.grpc_status], str(error)[:MAX_DETAILS_CHARS])
+    _log.error("a transfer handler failed", exc_info=error)
+    text = f"{type(error).__name__}: {error}"
+    context.abort(grpc.StatusCode.INTERNAL, text[:MAX_DETAILS_CHARS])
+
+
+def require_deadline(context: grpc.ServicerContext) -> None:
+    """Refuse a call that could hold a thread for ever.
+
+    Raises:
+        BadInputError: the call has no deadline.
+    """
+    remaining_s: float | None = context.time_remaining()
+    if remaining_s is None or remaining_s > _LONGEST_DEADLINE_S:
+        raise BadInputError("a call without a deadline", allowed="a timeout in seconds")
+
+
+def error_of_call(failed: grpc.RpcError, address: str) -> KvferryError:
+    """Return the kvferry error behind a failed call to `address`."""
+    call: Any = failed
+    encoded = next(
+        (value for key, value in call.trailing_metadata() or () if key == ERROR_METADATA_KEY), None
+    )
+    return error_from_status(call.code().name, f"{address}: {call.details()}", encoded)

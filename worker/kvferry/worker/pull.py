@@ -1,0 +1,68 @@
+"""The receiving loop, whatever carries the messages, and what a pull reports at its end."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvferry.proto.errors import BadInputError
+from kvferry.proto.ids import NULL_BLOCK, BlockId
+from kvferry.worker.frames import Frame, Header
+from kvferry.worker.transfer_session import PullSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullOutcome:
+    """How a pull ended; its writer is closed.
+
+    `num_blocks`: length of the prefix that is verified and in place. `num_bytes`: bytes put in
+    place, also those after the prefix. `error` is None when everything asked for is there;
+    `error_type` is the class name of the error then ("Cancelled" when the caller gave up).
+    """
+
+    num_blocks: int
+    num_bytes: int
+    num_checksum_failures: int = 0
+    error: str | None = None
+    error_type: str | None = None
+
+
+def receive(
+    messages: Iterable[Header | Frame], session: PullSession, place: Callable[[Frame], None]
+) -> None:
+    """Run a session over a source's messages until it is finished.
+
+    `place` puts an admitted frame's bytes where they belong, and returns when they are there. Stops
+    reading as soon as everything announced is in place, so that a late end is no failure.
+
+    Raises:
+        TransferError: what the session refused, or the messages ended early.
+    """
+    for message in messages:
+        if isinstance(message, Header):
+            session.open(message)
+        else:
+            session.admit(message)
+            place(message)
+            session.placed(message.segments)
+        if session.is_finished:
+            return
+    session.close()
+
+
+def require_destinations(num_hashes: int, block_ids: Sequence[BlockId], num_blocks: int) -> None:
+    """Refuse destinations that could not take one block per hash.
+
+    Raises:
+        BadInputError: another number of blocks than of hashes, a block twice, the null block, or an
+            id that is not below `num_blocks`.
+    """
+    if len(block_ids) != num_hashes:
+        raise BadInputError(
+            "every hash needs a destination block", given=len(block_ids), allowed=num_hashes
+        )
+    wrong = [block_id for block_id in block_ids if not NULL_BLOCK < block_id < num_blocks]
+    if wrong:
+        raise BadInputError(
+            "no such destination blocks", given=wrong, allowed=f"1 to {num_blocks - 1}"
+        )
+    if len(set(block_ids)) != len(block_ids):
+        raise BadInputError("a destination block is named twice", given=list(block_ids))

@@ -1,0 +1,152 @@
+"""One transfer seen from its receiver: what is expected, what is in place, and how it ended.
+
+Nothing a sender says is trusted: a frame is admitted only if every byte of it has exactly one place
+among those still missing, and it counts only once the receiver has put it there.
+"""
+
+from collections.abc import Iterable
+
+import xxhash
+
+from kvferry.proto.errors import TransferError
+from kvferry.worker.frames import Frame, Geometry, Header, Segment
+
+
+class PullSession:
+    """Expects blocks [0, num_asked), each with all layers of `geometry`, each page once."""
+
+    def __init__(self, num_asked: int, geometry: Geometry) -> None:
+        self.num_asked = num_asked
+        self.num_bytes = 0
+        self.num_checksum_failures = 0
+        self.failure: str | None = None
+        self._geometry = geometry
+        self._num_found: int | None = None
+        self._all_layers = (1 << geometry.num_layers) - 1
+        # Per block, bit i is set once layer i is in place.
+        self._layers_in_place: list[int] = []
+        self._num_complete = 0
+
+    @property
+    def num_complete(self) -> int:
+        """Length of the prefix of blocks that are in place with all their layers."""
+        return self._num_complete
+
+    @property
+    def num_found(self) -> int:
+        """Length of the prefix that the source said it holds; 0 before its header."""
+        return self._num_found or 0
+
+    @property
+    def is_finished(self) -> bool:
+        """True once everything the source holds of what was asked is in place."""
+        return self._num_found is not None and self._num_complete == self._num_found
+
+    def open(self, header: Header) -> None:
+        """Take the source's header.
+
+        Raises:
+            TransferError: a second header, other sizes than ours, or more blocks than asked for.
+        """
+        self._refuse_after_failure()
+        if self._num_found is not None:
+            self._fail("a second header")
+        if header.geometry != self._geometry:
+            self._fail(
+                "the two sides cut blocks differently",
+                given=str(header.geometry),
+                allowed=str(self._geometry),
+            )
+        if not 0 <= header.num_found <= self.num_asked:
+            self._fail(
+                "the source announces blocks nobody asked for",
+                given=header.num_found,
+                allowed=f"0 to {self.num_asked}",
+            )
+        self._num_found = header.num_found
+        self._layers_in_place = [0] * header.num_found
+
+    def admit(self, frame: Frame) -> None:
+        """Check a frame before any byte of it is put in place.
+
+        Raises:
+            TransferError: no header yet, a wrong checksum, a segment for an unknown block or layer,
+                of a wrong length, over bytes of another, or for a page that is in place already.
+        """
+        self._refuse_after_failure()
+        if self._num_found is None:
+            self._fail("a frame before the header")
+        if xxhash.xxh3_64_intdigest(frame.payload) != frame.checksum:
+            self.num_checksum_failures += 1
+            self._fail("a frame's checksum is wrong")
+        offset = 0
+        taken: dict[int, int] = {}
+        for segment in frame.segments:
+            self._admit_place(segment, taken)
+            if segment.offset != offset:
+                self._fail("segments overlap or leave a hole", given=segment.offset, allowed=offset)
+            offset += segment.length
+        if offset != len(frame.payload):
+            self._fail(
+                "segments do not cover the payload", given=offset, allowed=len(frame.payload)
+            )
+
+    def placed(self, segments: Iterable[Segment]) -> None:
+        """Record that the bytes of admitted segments are where they belong."""
+        for segment in segments:
+            self._layers_in_place[segment.hash_index] |= _layer_bits(segment)
+            self.num_bytes += segment.length
+        while (
+            self._num_complete < len(self._layers_in_place)
+            and self._layers_in_place[self._num_complete] == self._all_layers
+        ):
+            self._num_complete += 1
+
+    def close(self) -> None:
+        """Take the end of the messages: the source says that was all.
+
+        Raises:
+            TransferError: blocks it announced are missing.
+        """
+        self._refuse_after_failure()
+        if not self.is_finished:
+            self._fail(
+                "the transfer ended early",
+                given=f"{self._num_complete} whole blocks",
+                allowed=f"{self.num_found} blocks" if self._num_found is not None else "a header",
+            )
+
+    def _admit_place(self, segment: Segment, taken: dict[int, int]) -> None:
+        if not 0 <= segment.hash_index < self.num_found:
+            self._fail(
+                "a segment of a block that was not announced",
+                given=segment.hash_index,
+                allowed=f"0 to {self.num_found - 1}",
+            )
+        if not 0 <= segment.layer_start < segment.layer_end <= self._geometry.num_layers:
+            self._fail(
+                "a segment of layers that do not exist",
+                given=f"[{segment.layer_start}, {segment.layer_end})",
+                allowed=f"within [0, {self._geometry.num_layers})",
+            )
+        length = (segment.layer_end - segment.layer_start) * self._geometry.page_bytes
+        if segment.length != length:
+            self._fail("a segment of a wrong length", given=segment.length, allowed=length)
+        bits = _layer_bits(segment)
+        already = self._layers_in_place[segment.hash_index] | taken.get(segment.hash_index, 0)
+        if already & bits:
+            self._fail("a page came twice", given=f"block {segment.hash_index}")
+        taken[segment.hash_index] = taken.get(segment.hash_index, 0) | bits
+
+    def _fail(self, message: str, *, given: object = None, allowed: object = None) -> None:
+        error = TransferError(message, given=given, allowed=allowed)
+        self.failure = str(error)
+        raise error
+
+    def _refuse_after_failure(self) -> None:
+        if self.failure is not None:
+            raise TransferError("the transfer has failed already", given=self.failure)
+
+
+def _layer_bits(segment: Segment) -> int:
+    return (1 << segment.layer_end) - (1 << segment.layer_start)
