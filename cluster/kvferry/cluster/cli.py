@@ -1,0 +1,86 @@
+"""The command line: parsing, exit codes and where output goes.
+
+stdout carries results only (with `--json` exactly one object); progress and logs go to stderr.
+Exit codes: 0 good; 1 the run failed or outputs differ; 2 bad input; 130 interrupted.
+"""
+
+import json
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from types import FrameType
+from typing import Any
+
+import typer
+
+from kvferry.cluster import cli_demo
+from kvferry.proto.errors import BadInputError, KvferryError
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    help="kvferry: a Ray-distributed KV-cache service for LLM inference.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command("demo", epilog=cli_demo.EXAMPLES)(cli_demo.demo)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvferry {version('kvferry')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _top(
+    show_version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
+    signal.signal(signal.SIGTERM, _interrupt)
+    sys.exit(_run(words))
+
+
+def _run(words: list[str]) -> int:
+    try:
+        code = app(words, standalone_mode=False)
+    except KvferryError as error:
+        _print_error(error.to_json(), str(error), as_json="--json" in words)
+        return error.exit_code
+    except typer.TyperException as error:
+        named = isinstance(error, typer.BadParameter)
+        bad = BadInputError(error.format_message() if named else str(error))
+        _print_error(bad.to_json(), str(bad), as_json="--json" in words)
+        return bad.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+def _print_error(plain: dict[str, Any], text: str, *, as_json: bool) -> None:
+    if text:  # empty when only the help was asked for
+        print(f"error: {text}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"error": plain}, default=str))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""`kvferry demo`: options, and what is printed where."""
+
+import contextlib
+import json
+import sys
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvferry.cluster import ray_environment
+from kvferry.cluster.config import ServiceConfig
+from kvferry.proto.errors import ConfigError
+from kvferry.worker.model.sampling import SamplingParams
+
+TABLE_COLUMNS = 124
+EXAMPLES = """
+Examples:
+
+kvferry demo                                   the default: 9 requests, 1 prefill, 2 decode
+
+kvferry demo --json > result.json              one JSON object on stdout
+
+kvferry demo --model Qwen/Qwen2.5-0.5B-Instruct --num-blocks 400
+
+kvferry demo --address auto                    on the Ray cluster this runs in (a Ray job)
+"""
+
+Prefill = Annotated[int, typer.Option(help="Prefill instances.")]
+Decode = Annotated[int, typer.Option(help="Decode instances.")]
+BlockTokens = Annotated[int, typer.Option(help="Tokens per block.")]
+NumBlocks = Annotated[int, typer.Option(help="Blocks per instance, the null block included.")]
+Requests = Annotated[int, typer.Option(help="Requests, over 3 sessions.")]
+MaxTokens = Annotated[int, typer.Option(help="Tokens generated per request.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Local folder or hub id of a Llama, Qwen2 or Qwen3 kind of model; by default "
+        "SmolLM2-135M-Instruct, downloaded once."
+    ),
+]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Seed = Annotated[int, typer.Option(help="Sampling seed; matters above temperature 0.")]
+HashSeed = Annotated[
+    str, typer.Option(help="PYTHONHASHSEED of every process: the root of the block hashes.")
+]
+Address = Annotated[str, typer.Option(help="Ray cluster: local (start one), auto, or host:port.")]
+Bind = Annotated[str, typer.Option(help="Host that the gRPC servers listen on.")]
+Port = Annotated[int, typer.Option(help="Port of the control front; 0 takes a free one.")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Allow a bind beyond loopback without credentials.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+def demo(
+    *,
+    prefill: Prefill = 1,
+    decode: Decode = 2,
+    block_tokens: BlockTokens = 16,
+    num_blocks: NumBlocks = 512,
+    requests: Requests = 9,
+    max_tokens: MaxTokens = 24,
+    model: Model = None,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    hash_seed: HashSeed = "0",
+    address: Address = "local",
+    bind: Bind = "127.0.0.1",
+    port: Port = 0,
+    insecure: Insecure = False,
+    as_json: AsJson = False,
+) -> int:
+    """Serve a multi-turn conversation with prefill/decode disaggregation and check every output.
+
+    Starts a local Ray cluster with a coordinator, prefill and decode instances, serves several
+    sessions over one long document, compares every output with plain transformers, stops Ray.
+    """
+    # Settings first: a wrong one is told before anything is downloaded.
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    config = ServiceConfig(
+        model=model or "",
+        num_prefill=prefill,
+        num_decode=decode,
+        block_tokens=block_tokens,
+        num_blocks=num_blocks,
+        hash_seed=hash_seed,
+        ray_address=address,
+        bind=bind,
+        port=port,
+        insecure=insecure,
+    )
+    if requests < 1:
+        raise ConfigError("--requests is too small", given=requests, allowed=">= 1")
+    return _run(config, sampling, requests, as_json=as_json)
+
+
+def _run(
+    config: ServiceConfig, sampling: SamplingParams, num_requests: int, *, as_json: bool
+) -> int:
+    ray_environment.prepare(config.ray_address)
+    # Only now what imports Ray, and takes seconds to import.
+    from kvferry.cluster.demo.report import print_table, to_json
+    from kvferry.cluster.demo.run import DemoSettings, run_demo
+    from kvferry.worker.model.demo_model import ensure_demo_model
+
+    started = time.monotonic()
+    err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def progress(line: str) -> None:
+        err.print(f"{time.monotonic() - started:6.1f} s  {line}", markup=False)
+
+    # Ray tells of dead workers on stdout, which belongs to the results.
+    with contextlib.redirect_stdout(sys.stderr):
+        if not config.model:
+            config = config.with_model(str(ensure_demo_model(progress=progress)))
+        settings = DemoSettings(num_requests=num_requests, sampling=sampling)
+        result = run_demo(config, settings, progress)
+    if as_json:
+        print(json.dumps(to_json(result)))
+    else:
+        out = Console(file=sys.stdout, highlight=False)
+        out.width = max(out.width, TABLE_COLUMNS)
+        print_table(result, out)
+    return 0 if result.ok else 1

@@ -1,0 +1,102 @@
+"""The public Python client, for engines of one's own, inside Ray or not.
+
+    with connect("127.0.0.1:7000") as ferry:
+        cache = ferry.model(identity)          # refuses an identity nobody serves, by field
+        num_tokens = cache.fetch(token_ids, into=layers)
+        ...                                    # compute the rest of the prompt
+        cache.store(token_ids, layers)
+
+Tokens are hashed here, under the service's scheme; only full blocks count. Tensors have, per layer,
+the shape [2 (K, V), num_tokens, num_kv_heads, head_size] in the identity's KV dtype, on any device.
+A fetch or a lookup that finds nothing is a miss (0), never an error.
+"""
+
+from typing import Self
+
+from kvferry.cluster.client_cache import Hit, ModelCache
+from kvferry.cluster.client_lease import Lease
+from kvferry.cluster.control_client import ControlClient
+from kvferry.proto.identity import Identity, identity_to_plain, require_equal_identities
+from kvferry.proto.messages import Describe, Description
+from kvferry.proto.scheme import HashScheme
+from kvferry.worker.transfer_client import TransferClient
+
+__all__ = ["Ferry", "Hit", "Lease", "ModelCache", "connect"]
+
+
+def connect(address: str, *, timeout_s: float = 10.0) -> "Ferry":
+    """Connect to a service's control front and read its hash scheme.
+
+    Args:
+        address: `host:port` of the front.
+        timeout_s: deadline of every call in seconds, unless the call takes its own.
+
+    Raises:
+        ConfigError: a malformed address or timeout.
+        UnavailableError: nobody listens there.
+        DeadlineError: no answer within `timeout_s`.
+    """
+    control = ControlClient(address, timeout_s)
+    try:
+        return Ferry(control)
+    except BaseException:
+        control.close()
+        raise
+
+
+class Ferry:
+    """A connection to one service; made by `connect`. Thread-safe. Close it, or use `with`."""
+
+    def __init__(self, control: ControlClient) -> None:
+        self._control = control
+        self._transfer = TransferClient()
+        self.scheme: HashScheme = self.describe().scheme
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections. Repeatable."""
+        self._control.close()
+        self._transfer.close()
+
+    def describe(self) -> Description:
+        """Return the service as it is now: instances, leases, counters.
+
+        Raises:
+            UnavailableError, DeadlineError: the service does not answer.
+        """
+        return self._control.ask(Describe(), Description)
+
+    def identities(self) -> tuple[Identity, ...]:
+        """Return the identities that live instances serve, each once, in order of registration.
+
+        Raises:
+            UnavailableError, DeadlineError: the service does not answer.
+        """
+        return tuple(dict.fromkeys(status.info.identity for status in self.describe().instances))
+
+    def model(self, identity: Identity) -> "ModelCache":
+        """Return the cache of one identity.
+
+        While the service has no instance at all, any identity is taken.
+
+        Raises:
+            IdentityMismatchError: no instance serves it; the fields that differ from the most
+                similar identity are named.
+            UnavailableError, DeadlineError: the service does not answer.
+        """
+        served = self.identities()
+        if served and identity not in served:
+            wanted = identity_to_plain(identity)
+            nearest = min(
+                served,
+                key=lambda one: sum(
+                    wanted[name] != value for name, value in identity_to_plain(one).items()
+                ),
+            )
+            require_equal_identities(nearest, identity, who="this engine")
+        return ModelCache(self._control, self._transfer, self.scheme, identity)

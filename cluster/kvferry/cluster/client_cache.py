@@ -1,0 +1,287 @@
+"""One model's cached prefixes, for an engine of one's own: look up, fetch, store, lease."""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from kvferry.cluster.client_lease import Lease, acquire_lease
+from kvferry.cluster.client_staging import Staging, require_layers
+from kvferry.cluster.control_client import ControlClient
+from kvferry.proto.errors import BadInputError, KvferryError, NotFoundError, TransferError
+from kvferry.proto.extra_keys import NO_KEYS, RequestKeys
+from kvferry.proto.hashing import hash_tokens
+from kvferry.proto.identity import Identity
+from kvferry.proto.ids import BlockHash, InstanceId
+from kvferry.proto.messages import Holder, Locate, Located, Source
+from kvferry.proto.scheme import HashScheme
+from kvferry.worker.transfer_client import TransferClient
+from kvferry.worker.transfer_wire import make_fetch_ask, make_store_ask
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hit:
+    """The longest cached prefix, in tokens and in full blocks, and who holds it (None: a miss)."""
+
+    num_tokens: int
+    num_blocks: int
+    source: Source | None
+
+
+class ModelCache:
+    """The cached prefixes of one identity; made by `Ferry.model`. Thread-safe.
+
+    `token_ids` may be any sequence of integers, numpy and torch ones included; `keys` names what
+    else the content depends on. Every method raises TokenError for tokens that cannot be hashed,
+    and UnavailableError or DeadlineError when the coordinator does not answer.
+    """
+
+    def __init__(
+        self,
+        control: ControlClient,
+        transfer: TransferClient,
+        scheme: HashScheme,
+        identity: Identity,
+    ) -> None:
+        self.identity = identity
+        self.block_tokens = scheme.hash_block_tokens
+        self._scheme = scheme
+        self._digest = identity.digest()
+        self._control = control
+        self._transfer = transfer
+
+    def lookup(self, token_ids: object, keys: RequestKeys = NO_KEYS) -> Hit:
+        """Return the longest prefix any instance holds. Changes nothing; the answer is a hint.
+
+        Only full blocks count, the last one included: whoever needs logits computes at least the
+        last token anew.
+        """
+        holders = self._holders(self._hashes(token_ids, keys), self._control.timeout_s)
+        if not holders or not holders[0].num_blocks:
+            return Hit(num_tokens=0, num_blocks=0, source=None)
+        best = holders[0]
+        return Hit(
+            num_tokens=best.num_blocks * self.block_tokens,
+            num_blocks=best.num_blocks,
+            source=best.source,
+        )
+
+    def lease(self, token_ids: object, ttl_s: float, keys: RequestKeys = NO_KEYS) -> Lease:
+        """Keep the longest cached prefix in place for `ttl_s` seconds; use it with `with`.
+
+        Raises:
+            BadInputError: `ttl_s` is not a positive number.
+        """
+        return self._lease(self._hashes(token_ids, keys), ttl_s, self._control.timeout_s)
+
+    def fetch(
+        self,
+        token_ids: object,
+        into: Sequence[torch.Tensor],
+        keys: RequestKeys = NO_KEYS,
+        *,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Copy the longest cached prefix into the front of `into`; return its number of tokens.
+
+        Every block is verified before it is written, and only whole blocks are; what lies behind
+        the returned prefix is untouched. A holder that fails, or is slow, shortens the prefix.
+
+        Args:
+            token_ids: the prompt.
+            into: per layer [2, num_tokens, num_kv_heads, head_size] with room for the prompt's
+                full blocks; views are fine.
+            keys: what else the content depends on.
+            timeout_s: deadline of the whole fetch in seconds; None takes the connection's.
+
+        Raises:
+            BadInputError: `into` has a wrong number of layers, shape or dtype.
+        """
+        hashes = self._hashes(token_ids, keys)
+        require_layers(into, self.identity, num_tokens=self._num_tokens(hashes), who="into")
+        if not hashes:
+            return 0
+        deadline = _Deadline(self._control.timeout_s if timeout_s is None else timeout_s)
+        with self._lease(hashes, deadline.left_s(), deadline.left_s()) as lease:
+            return self._pull(lease, hashes[: lease.num_blocks], into, deadline)
+
+    def store(
+        self,
+        token_ids: object,
+        layers: Sequence[torch.Tensor],
+        keys: RequestKeys = NO_KEYS,
+        *,
+        instance_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Make the KV of the full blocks of `token_ids` findable; return the tokens held then.
+
+        Blocks that the receiving instance holds are not sent again, and nothing is sent when
+        somebody holds them all. Stores are preferred, then the instance with most free blocks that
+        accepts. Fewer tokens than the full blocks' come back when the transfer ended early.
+
+        Args:
+            token_ids: the tokens whose KV `layers` holds, from the first on.
+            layers: per layer [2, num_tokens, num_kv_heads, head_size].
+            keys: what else the content depends on.
+            instance_id: the instance that shall hold it; None lets the client choose.
+            timeout_s: deadline of the whole store in seconds; None takes the connection's.
+
+        Raises:
+            BadInputError: `layers` has a wrong number of layers, shape or dtype.
+            NotFoundError: no such instance of this identity, or none at all.
+            BusyError, MismatchError ...: no instance took a block; the preferred one's refusal.
+        """
+        hashes = self._hashes(token_ids, keys)
+        require_layers(layers, self.identity, num_tokens=self._num_tokens(hashes), who="layers")
+        if not hashes:
+            return 0
+        deadline = _Deadline(self._control.timeout_s if timeout_s is None else timeout_s)
+        holders = self._holders(hashes, deadline.left_s())
+        if instance_id is None and any(one.num_blocks == len(hashes) for one in holders):
+            return self._num_tokens(hashes)
+        refusal: KvferryError | None = None
+        for source in _takers(holders, instance_id):
+            try:
+                return self.block_tokens * self._push(source, hashes, layers, deadline)
+            except KvferryError as error:
+                refusal = refusal or error
+        raise refusal or NotFoundError(
+            "no such live instance of this identity",
+            given=instance_id or f"any instance of {self.identity.model}",
+            allowed=[holder.source.instance_id for holder in holders],
+        )
+
+    def _pull(
+        self,
+        lease: Lease,
+        hashes: Sequence[BlockHash],
+        into: Sequence[torch.Tensor],
+        deadline: "_Deadline",
+    ) -> int:
+        if lease.source is None:
+            return 0
+        staging = self._staging(len(hashes))
+        num_placed = 0
+        while num_placed < len(hashes):
+            part = hashes[num_placed : num_placed + staging.num_blocks]
+            outcome = self._transfer.pull(
+                lease.source.address,
+                make_fetch_ask(
+                    self.identity,
+                    part,
+                    lease_id=lease.lease_id or "",
+                    incarnation=lease.source.incarnation,
+                ),
+                memory=staging.memory,
+                block_ids=staging.block_ids(len(part)),
+                deadline_s=deadline.left_s(),
+                cancel=threading.Event(),
+            )
+            staging.empty(into, num_placed, outcome.num_blocks)
+            num_placed += outcome.num_blocks
+            if outcome.error is not None:
+                _log.warning("a fetch ended after %d blocks: %s", num_placed, outcome.error)
+                break
+        return num_placed * self.block_tokens
+
+    def _push(
+        self,
+        target: Source,
+        hashes: Sequence[BlockHash],
+        layers: Sequence[torch.Tensor],
+        deadline: "_Deadline",
+    ) -> int:
+        """Return the number of blocks `target` holds; raise if it took none of what it lacks."""
+        staging = self._staging(len(hashes))
+        # What is there stays leased, or the end of a long prefix could push out its beginning.
+        with ExitStack() as leases:
+
+            def keep() -> int:
+                lease = self._lease(
+                    hashes, deadline.left_s(), deadline.left_s(), target.instance_id
+                )
+                return leases.enter_context(lease).num_blocks
+
+            num_before = num_held = keep()
+            try:
+                while num_held < len(hashes):
+                    part = hashes[num_held : num_held + staging.num_blocks]
+                    staging.fill(layers, num_held, len(part))
+                    self._transfer.store(
+                        target.address,
+                        make_store_ask(self.identity, part, staging.memory.geometry),
+                        memory=staging.memory,
+                        block_ids=staging.block_ids(len(part)),
+                        deadline_s=deadline.left_s(),
+                    )
+                    num_reached, num_held = num_held, keep()
+                    if num_held <= num_reached:
+                        raise TransferError(
+                            "stored blocks left their place at once", given=target.instance_id
+                        )
+            except KvferryError as error:
+                if num_held == num_before:
+                    raise
+                _log.warning("a store ended after %d blocks: %s", num_held, error)
+        return num_held
+
+    def _staging(self, num_blocks: int) -> Staging:
+        return Staging(self.identity, block_tokens=self.block_tokens, num_blocks=num_blocks)
+
+    def _hashes(self, token_ids: object, keys: RequestKeys) -> tuple[BlockHash, ...]:
+        return hash_tokens(self._scheme, token_ids, keys)
+
+    def _num_tokens(self, hashes: Sequence[BlockHash]) -> int:
+        return len(hashes) * self.block_tokens
+
+    def _holders(self, hashes: tuple[BlockHash, ...], timeout_s: float) -> tuple[Holder, ...]:
+        command = Locate(identity_digest=self._digest, hashes=hashes)
+        return self._control.ask(command, Located, timeout_s).holders
+
+    def _lease(
+        self,
+        hashes: Sequence[BlockHash],
+        ttl_s: float,
+        timeout_s: float,
+        instance_id: InstanceId | None = None,
+    ) -> Lease:
+        return acquire_lease(
+            self._control,
+            self._digest,
+            hashes,
+            block_tokens=self.block_tokens,
+            ttl_s=ttl_s,
+            timeout_s=timeout_s,
+            instance_id=instance_id,
+        )
+
+
+class _Deadline:
+    """A moment after which nothing is waited for."""
+
+    def __init__(self, timeout_s: float) -> None:
+        if not 0 < timeout_s < float("inf"):
+            raise BadInputError(
+                "timeout_s must be a positive number", given=timeout_s, allowed="> 0 s"
+            )
+        self._end_s = time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        """Return the seconds left; 0 ends every call at once with DeadlineError."""
+        return max(0.0, self._end_s - time.monotonic())
+
+
+def _takers(holders: Sequence[Holder], instance_id: str | None) -> list[Source]:
+    if instance_id is not None:
+        return [one.source for one in holders if one.source.instance_id == instance_id]
+    best_first = sorted(
+        holders, key=lambda one: (one.role != "store", -one.num_blocks, -one.num_free_blocks)
+    )
+    return [one.source for one in best_first]

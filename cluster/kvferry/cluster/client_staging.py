@@ -1,0 +1,116 @@
+"""Between an engine's own KV tensors and blocks that travel.
+
+An engine's tensors have, per layer, the shape [2 (K, V), num_tokens, num_kv_heads, head_size].
+Blocks pass through a small KV memory of their own, so a transfer that fails half-way through a
+block never shows in the engine's tensors, and a long prefix needs no second copy of itself.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvferry.proto.errors import BadInputError
+from kvferry.proto.identity import Identity
+from kvferry.proto.ids import BlockId
+from kvferry.worker.device import open_device
+from kvferry.worker.kv_memory import KvMemory
+
+MAX_STAGING_BYTES = 64 << 20
+
+
+class Staging:
+    """Room on the CPU for some blocks of one identity, at most `num_blocks` and about 64 MiB.
+
+    Raises:
+        ConfigError: a KV dtype that cannot be moved.
+    """
+
+    def __init__(self, identity: Identity, *, block_tokens: int, num_blocks: int) -> None:
+        item_bytes = _dtype(identity).itemsize
+        token_bytes = 2 * identity.num_kv_heads * identity.head_size * item_bytes
+        block_bytes = identity.num_layers * block_tokens * token_bytes
+        self.num_blocks = max(1, min(num_blocks, MAX_STAGING_BYTES // block_bytes))
+        self._block_tokens = block_tokens
+        self.memory = KvMemory(
+            open_device("cpu"),
+            # Block 0 is the null block here as everywhere.
+            num_blocks=self.num_blocks + 1,
+            block_tokens=block_tokens,
+            num_layers=identity.num_layers,
+            num_kv_heads=identity.num_kv_heads,
+            head_size=identity.head_size,
+            dtype=identity.kv_dtype,
+        )
+
+    def block_ids(self, num_blocks: int) -> list[BlockId]:
+        """Return the first `num_blocks` ids of the staging memory."""
+        return [BlockId(index) for index in range(1, num_blocks + 1)]
+
+    @torch.no_grad()
+    def fill(self, layers: Sequence[torch.Tensor], first_block: int, num_blocks: int) -> None:
+        """Copy blocks [first_block, first_block + num_blocks) of the engine's tensors in."""
+        for staged, layer in self._pairs(layers, first_block, num_blocks):
+            staged.copy_(layer)
+
+    @torch.no_grad()
+    def empty(self, into: Sequence[torch.Tensor], first_block: int, num_blocks: int) -> None:
+        """Copy the first staged blocks to the engine's tensors, from `first_block` on."""
+        for staged, layer in self._pairs(into, first_block, num_blocks):
+            layer.copy_(staged)
+
+    def _pairs(
+        self, layers: Sequence[torch.Tensor], first_block: int, num_blocks: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        size = self._block_tokens
+        start, end = first_block * size, (first_block + num_blocks) * size
+        # Splitting one axis is a view of any tensor, however it lies in memory.
+        return [
+            (
+                staged[:, 1 : num_blocks + 1],
+                layer[:, start:end].view(2, num_blocks, size, *layer.shape[2:]),
+            )
+            for staged, layer in zip(self.memory.layers, layers, strict=True)
+        ]
+
+
+def require_layers(
+    layers: Sequence[torch.Tensor], identity: Identity, *, num_tokens: int, who: str
+) -> None:
+    """Refuse tensors that are not the KV tensors of `num_tokens` or more tokens of the identity.
+
+    Raises:
+        BadInputError: another number of layers, or (naming the layer) another shape or dtype.
+    """
+    if len(layers) != identity.num_layers:
+        raise BadInputError(
+            f"{who} must hold one tensor per layer", given=len(layers), allowed=identity.num_layers
+        )
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, torch.Tensor):
+            raise BadInputError(
+                f"{who}[{index}] is no tensor", given=type(layer).__name__, allowed="torch.Tensor"
+            )
+        shape = tuple(layer.shape)
+        wanted = (2, num_tokens, identity.num_kv_heads, identity.head_size)
+        fits = len(shape) == 4 and shape[:1] + shape[2:] == wanted[:1] + wanted[2:]
+        if not fits or shape[1] < num_tokens:
+            raise BadInputError(
+                f"{who}[{index}] has a wrong shape",
+                given=list(shape),
+                allowed=f"[2, at least {num_tokens}, {wanted[2]}, {wanted[3]}]",
+            )
+        if layer.dtype != _dtype(identity):
+            raise BadInputError(
+                f"{who}[{index}] has a wrong dtype",
+                given=str(layer.dtype).removeprefix("torch."),
+                allowed=identity.kv_dtype,
+            )
+
+
+def _dtype(identity: Identity) -> torch.dtype:
+    dtype = getattr(torch, identity.kv_dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise BadInputError(
+            "not the name of a dtype", given=identity.kv_dtype, allowed='such as "bfloat16"'
+        )
+    return dtype

@@ -1,0 +1,116 @@
+"""What a service is made of: frozen settings, checked when built, units in their names."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvferry.proto.bind import require_safe_bind
+from kvferry.proto.errors import ConfigError
+from kvferry.proto.scheme import Algorithm, KeyFormat
+
+Policy = Literal["fcfs", "priority"]
+MAX_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """One service: a coordinator and the instances of one model.
+
+    Raises:
+        ConfigError: a value is out of range; the message names it.
+        InsecureBindError: `bind` is beyond loopback and `insecure` is not set.
+    """
+
+    model: str
+    """Local folder of a Hugging Face model, or a hub id."""
+
+    num_prefill: int = 1
+    """Prefill instances."""
+
+    num_decode: int = 2
+    """Decode instances."""
+
+    block_tokens: int = 16
+    """Tokens per block; also the granularity of the hash chain."""
+
+    num_blocks: int = 512
+    """Blocks per instance, the null block included."""
+
+    hash_seed: str = "0"
+    """Text of PYTHONHASHSEED in every process; the root of the hash chain is made from it."""
+
+    algorithm: Algorithm = "sha256_cbor"
+    key_format: KeyFormat = "0.32"
+    dtype: str = "float32"
+    """dtype of weights and KV cache, a torch name without prefix."""
+
+    device: str = "cpu"
+    """Torch device of every rank."""
+
+    token_budget: int = 256
+    """Tokens per forward pass; longer prompts are computed in chunks."""
+
+    max_running: int = 16
+    """Requests per instance that hold blocks at one time."""
+
+    policy: Policy = "fcfs"
+    bind: str = "127.0.0.1"
+    """Host that the gRPC servers listen on."""
+
+    port: int = 0
+    """Port of the control front; 0 takes a free one. Transfer servers always take free ones."""
+
+    insecure: bool = False
+    """Allow a bind beyond loopback without credentials."""
+
+    ray_address: str = "local"
+    """`local` starts a Ray cluster of our own; `auto` or host:port joins one."""
+
+    start_timeout_s: float = 120.0
+    """Time for all actors to be placed, load the model and register."""
+
+    def __post_init__(self) -> None:
+        _at_least(
+            self, 1, "num_prefill", "num_decode", "block_tokens", "token_budget", "max_running"
+        )
+        _at_least(self, 2, "num_blocks")
+        if not 0 <= self.port <= MAX_PORT:
+            raise ConfigError("port out of range", given=self.port, allowed=f"0 to {MAX_PORT}")
+        if self.start_timeout_s <= 0:
+            raise ConfigError("start_timeout_s must be positive", given=self.start_timeout_s)
+        if not (self.hash_seed == "random" or self.hash_seed.isdecimal()):
+            # CPython itself refuses to start with anything else.
+            raise ConfigError(
+                "not a PYTHONHASHSEED", given=self.hash_seed, allowed="0 to 4294967295"
+            )
+        if self.hash_seed == "random" or int(self.hash_seed) >= 1 << 32:
+            raise ConfigError(
+                "the hash seed must be a number, the same in every process",
+                given=self.hash_seed,
+                allowed="0 to 4294967295",
+            )
+        require_safe_bind(self.bind, self.insecure)
+
+    def with_model(self, model: str) -> "ServiceConfig":
+        """Return the same settings for another model."""
+        return replace(self, model=model)
+
+    @property
+    def gpus_per_rank(self) -> int:
+        """GPUs that each rank asks Ray for."""
+        return 0 if self.device == "cpu" else 1
+
+    @property
+    def num_instances(self) -> int:
+        """Instances of all roles."""
+        return self.num_prefill + self.num_decode
+
+
+def _at_least(config: ServiceConfig, smallest: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if type(value) is not int or value < smallest:
+            raise ConfigError(
+                f"{name} must be an integer of at least {smallest}",
+                given=value,
+                allowed=f">= {smallest}",
+            )

@@ -1,0 +1,139 @@
+"""Speaks the coordinator's commands over gRPC: `ControlClient.call(command)` from any process.
+
+Only the commands an engine outside Ray needs travel this way; see `v1/control.proto`.
+"""
+
+import re
+from typing import TypeVar
+
+import grpc
+
+from kvferry.proto import control_codec as codec
+from kvferry.proto.errors import (
+    BadInputError,
+    ConfigError,
+    InvariantError,
+    KvferryError,
+    UnavailableError,
+)
+from kvferry.proto.messages import (
+    AcquireLease,
+    Command,
+    Describe,
+    Locate,
+    ReleaseLease,
+    RenewLease,
+    Reply,
+)
+from kvferry.proto.v1 import control_pb2 as pb
+from kvferry.proto.v1 import control_pb2_grpc
+from kvferry.worker.grpc_errors import error_of_call
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A coordinator is inside the cluster; a proxy from the environment cannot know the way.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
+
+_R = TypeVar("_R")
+
+
+class ControlClient:
+    """A channel to one control front. Safe to use from several threads; close it when done.
+
+    Args:
+        address: `host:port` of the front (`[host]:port` for IPv6).
+        timeout_s: deadline of each call in seconds.
+
+    Raises:
+        ConfigError: the address is not of that form, or the timeout is not positive.
+    """
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):\d{1,5}", address):
+            raise ConfigError(
+                "not the address of a control front", given=address, allowed="host:port"
+            )
+        if not 0 < timeout_s < float("inf"):
+            raise ConfigError("the timeout must be positive", given=timeout_s, allowed="> 0 s")
+        self.address = address
+        self.timeout_s = timeout_s
+        self._is_closed = False
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._stub = control_pb2_grpc.ControlStub(self._channel)
+
+    def call(self, command: Command, timeout_s: float | None = None) -> Reply:
+        """Carry out one command and return the coordinator's reply.
+
+        Args:
+            command: one of those that travel this way.
+            timeout_s: deadline of this call in seconds; None takes the client's own.
+
+        Raises:
+            BadInputError: a command that does not travel this way, or a field of a wrong kind.
+            UnavailableError: nobody answers at the address, or this client is closed.
+            DeadlineError: no answer within the deadline.
+            KvferryError: whatever the coordinator refused the command with.
+        """
+        if self._is_closed:
+            raise UnavailableError("this client is closed", given=self.address)
+        try:
+            return self._exchange(command, self.timeout_s if timeout_s is None else timeout_s)
+        except grpc.RpcError as error:
+            raise error_of_call(error, self.address) from None
+        except (TypeError, ValueError) as error:
+            if isinstance(error, KvferryError):
+                raise
+            # Protobuf refuses fields of a wrong kind in its own words.
+            raise BadInputError(
+                "a field of the command is of a wrong kind", given=str(error)
+            ) from error
+
+    def ask(self, command: Command, expected: type[_R], timeout_s: float | None = None) -> _R:
+        """As `call`, for a reply of the expected kind.
+
+        Raises:
+            InvariantError: the reply is of another kind.
+            KvferryError: as `call`.
+        """
+        reply = self.call(command, timeout_s)
+        if not isinstance(reply, expected):
+            raise InvariantError(
+                f"{type(command).__name__} was answered with another kind of reply",
+                given=type(reply).__name__,
+                allowed=expected.__name__,
+            )
+        return reply
+
+    def close(self) -> None:
+        """Close the channel. Repeatable. Calls under way end with UnavailableError."""
+        self._is_closed = True
+        self._channel.close()
+
+    def _exchange(self, command: Command, timeout: float) -> Reply:
+        stub = self._stub
+        match command:
+            case Describe():
+                description = stub.Describe(pb.DescribeRequest(), timeout=timeout)
+                return codec.description_from_pb(description)
+            case Locate():
+                located = stub.Locate(codec.locate_to_pb(command), timeout=timeout)
+                return codec.located_from_pb(located)
+            case AcquireLease():
+                leased = stub.AcquireLease(codec.acquire_lease_to_pb(command), timeout=timeout)
+                return codec.leased_from_pb(leased)
+            case RenewLease():
+                leased = stub.RenewLease(codec.renew_lease_to_pb(command), timeout=timeout)
+                return codec.leased_from_pb(leased)
+            case ReleaseLease():
+                done = stub.ReleaseLease(codec.release_lease_to_pb(command), timeout=timeout)
+                return codec.done_from_pb(done)
+        raise BadInputError(
+            "this command does not travel over the control front",
+            given=type(command).__name__,
+            allowed=["Describe", "Locate", "AcquireLease", "RenewLease", "ReleaseLease"],
+        )

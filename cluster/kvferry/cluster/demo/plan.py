@@ -1,0 +1,49 @@
+"""What a demo run needs at least, known before anything is started."""
+
+from collections.abc import Iterator
+
+from kvferry.cluster.demo.conversation import PromptWriter, Turn
+from kvferry.cluster.serving.requests import EngineRequest
+from kvferry.cluster.serving.scheduler import Limits, require_fits
+from kvferry.proto.ids import RequestId
+from kvferry.worker.model.sampling import SamplingParams
+
+EXTRA_MAX_TOKENS = 2
+
+
+def longest_requests(
+    turns: tuple[Turn, ...], writer: PromptWriter, sampling: SamplingParams
+) -> Iterator[EngineRequest]:
+    """Yield every request as long as it can become: each earlier answer of `max_tokens` tokens."""
+    lengths: dict[int, int] = {}
+    for turn in turns:
+        if turn.session not in lengths:
+            length = len(writer.first_turn(turn.question))
+        else:
+            past = lengths[turn.session]
+            length = writer.longest_next_turn(past, sampling.max_tokens, turn.question)
+        lengths[turn.session] = length
+        yield _of_length(turn.request_id, length, sampling)
+    extra = SamplingParams(max_tokens=EXTRA_MAX_TOKENS)
+    yield _of_length("extra", len(writer.extra_prompt()), extra)
+
+
+def min_num_blocks(requests: tuple[EngineRequest, ...], limits: Limits) -> int:
+    """Return the smallest pool (null block included) in which each request fits alone."""
+    return max(limits.needed_blocks(request) for request in requests)
+
+
+def require_all_fit(requests: tuple[EngineRequest, ...], limits: Limits) -> None:
+    """Refuse a run in which some request could never be served.
+
+    Raises:
+        PromptTooLongError, NeverFitsError: naming the request that needs most.
+    """
+    for request in sorted(requests, key=limits.needed_blocks, reverse=True):
+        require_fits(request, limits)
+
+
+def _of_length(request_id: str, num_tokens: int, sampling: SamplingParams) -> EngineRequest:
+    return EngineRequest(
+        request_id=RequestId(request_id), prompt_token_ids=(0,) * num_tokens, sampling=sampling
+    )

@@ -1,0 +1,97 @@
+"""The demo from start to end: plan, launch, converse, stop, check."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from kvferry.cluster.config import ServiceConfig
+from kvferry.cluster.demo.check import check_outputs
+from kvferry.cluster.demo.conversation import PromptWriter, plan_turns
+from kvferry.cluster.demo.plan import longest_requests, min_num_blocks, require_all_fit
+from kvferry.cluster.demo.report import DemoResult
+from kvferry.cluster.demo.serve import ExtraTimings, converse, time_extra_prompt
+from kvferry.cluster.ray_launcher import RayService, running_service
+from kvferry.cluster.serving.router import Router, RouterSettings, Served
+from kvferry.cluster.serving.scheduler import Limits
+from kvferry.worker.model.loading import ModelFacts, inspect_model
+from kvferry.worker.model.sampling import SamplingParams
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    """What the demo asks for, beside the service itself."""
+
+    num_requests: int
+    sampling: SamplingParams
+
+
+def run_demo(config: ServiceConfig, settings: DemoSettings, progress: Progress) -> DemoResult:
+    """Serve the conversation on a service of its own and check every output.
+
+    Raises:
+        BadInputError: something can never work; nothing was started, or all of it is gone again.
+        InstanceDiedError: an instance died and no other could take its requests.
+        DeadlineError: something did not answer in time.
+    """
+    turns = plan_turns(settings.num_requests)
+    progress(f"reading the model {config.model}")
+    facts = inspect_model(config.model, dtype=config.dtype)
+    writer = PromptWriter(facts.tokenizer, facts.eos_token_ids)
+    limits = _limits(config, facts)
+    longest = tuple(longest_requests(turns, writer, settings.sampling))
+    require_all_fit(longest, limits)
+    with running_service(config, facts.identity, progress) as service:
+        for launched in service.instances:
+            info = launched.info
+            ranks = ", ".join(f"rank {i} pid {pid}" for i, pid in enumerate(info.rank_pids))
+            progress(f"{info.instance_id} ({info.role}) at {info.address}: {ranks}")
+        progress(f"control front at {service.control_address}")
+
+        async def conversation() -> tuple[tuple[Served, ...], ExtraTimings | None]:
+            async with _router(service) as router:
+                served = await converse(router, turns, writer, settings.sampling, progress)
+                roles = {i.info.instance_id: i.info.role for i in service.instances}
+                alive = {i: r for i, r in roles.items() if router.is_alive(i)}
+                extra = await time_extra_prompt(router, writer, alive, progress)
+                return served, extra
+
+        served, extra = asyncio.run(conversation())
+        instances = tuple(launched.info for launched in service.instances)
+    return DemoResult(
+        instances=instances,
+        turns=turns,
+        served=served,
+        comparisons=check_outputs(str(facts.folder), config.dtype, served, progress),
+        extra=extra,
+        min_num_blocks=min_num_blocks(longest, limits),
+    )
+
+
+def _limits(config: ServiceConfig, facts: ModelFacts) -> Limits:
+    return Limits(
+        num_blocks=config.num_blocks,
+        block_tokens=config.block_tokens,
+        max_model_len=facts.max_model_len,
+        token_budget=config.token_budget,
+        max_running=config.max_running,
+        policy=config.policy,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _router(service: RayService) -> AsyncIterator[Router]:
+    router = Router(
+        coordinator=service.coordinator,
+        engines={i.info.instance_id: i.link for i in service.instances},
+        identity_digest=service.identity.digest(),
+        scheme=service.scheme,
+        settings=RouterSettings(),
+    )
+    await router.start()
+    try:
+        yield router
+    finally:
+        await router.close()

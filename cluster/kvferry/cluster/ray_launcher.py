@@ -1,0 +1,236 @@
+"""Launching a service on Ray and taking it down again, whole.
+
+Everything is owned by the driver: when the job ends, Ray takes actors and placement groups with
+it. `RayService.close` does the same in good order.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from kvferry.cluster import naming, ray_cluster
+from kvferry.cluster.config import ServiceConfig
+from kvferry.cluster.ray_handles import RayAsyncCoordinator, RayCoordinator, RayEngine, get
+from kvferry.cluster.serving.legs import EngineLink
+from kvferry.cluster.serving.rank_actor import RankActor, RankSettings
+from kvferry.coordinator.actor import CoordinatorActor
+from kvferry.coordinator.control_server import ControlServer
+from kvferry.proto.errors import DeadlineError
+from kvferry.proto.hashing import make_scheme
+from kvferry.proto.identity import Identity
+from kvferry.proto.ids import Epoch, InstanceId
+from kvferry.proto.messages import InstanceInfo, Role
+from kvferry.proto.scheme import HashScheme
+
+log = logging.getLogger(__name__)
+
+remote: Any = ray.remote  # its types know neither concurrency groups nor max_concurrency
+RANK_THREADS = 8
+COORDINATOR_START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 5.0
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """One instance that serves: its handle to the router, and what it registered."""
+
+    info: InstanceInfo
+    link: EngineLink
+
+
+class RayService:
+    """A running service; a context manager that leaves nothing behind."""
+
+    def __init__(self, config: ServiceConfig, identity: Identity) -> None:
+        self.config = config
+        self.identity = identity
+        self.scheme: HashScheme = make_scheme(
+            seed=config.hash_seed,
+            hash_block_tokens=config.block_tokens,
+            algorithm=config.algorithm,
+            key_format=config.key_format,
+        )
+        self.instances: tuple[Launched, ...] = ()
+        self.control_address = ""
+        self._coordinator: ActorHandle[Any] | None = None
+        self._ranks: dict[InstanceId, ActorHandle[Any]] = {}
+        self._groups: list[PlacementGroup] = []
+
+    @property
+    def coordinator(self) -> RayAsyncCoordinator:
+        """The coordinator for an event loop."""
+        assert self._coordinator is not None
+        return RayAsyncCoordinator(self._coordinator)
+
+    def __enter__(self) -> "RayService":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop engines, then the coordinator, and give all resources back. Repeatable."""
+        for handles in (list(self._ranks.values()), [self._coordinator]):
+            actors = [handle for handle in handles if handle is not None]
+            stopping: list[Any] = [actor.stop.remote() for actor in actors]
+            if stopping:
+                with contextlib.suppress(Exception):  # one that died cannot be asked
+                    ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT_S)
+            for actor in actors:
+                ray.kill(actor)
+        for group in self._groups:
+            with contextlib.suppress(Exception):
+                remove_placement_group(group)
+        self._ranks, self._groups, self._coordinator = {}, [], None
+
+    # ---------------------------------------------------------------------------------------------
+
+    def start(self, progress: Progress) -> None:
+        """Start everything, or raise and leave nothing (the caller closes).
+
+        Raises:
+            ResourcesError: the cluster cannot place an instance.
+            PortTakenError, ModelError, MismatchError, ConfigError: as the actors raised them.
+            DeadlineError: not ready within the start timeout.
+        """
+        deadline = time.monotonic() + self.config.start_timeout_s
+        progress("starting the coordinator")
+        coordinator = self._start_coordinator()
+        roles: list[tuple[Role, int]] = [("prefill", i) for i in range(self.config.num_prefill)]
+        roles += [("decode", i) for i in range(self.config.num_decode)]
+        share = ray_cluster.cpu_share(self.config.num_instances)
+        for role, index in roles:
+            self._place_rank(role, index, share, deadline)
+        progress(f"starting {len(roles)} instances: loading the model in each")
+        port = RayCoordinator(coordinator)
+        starting: dict[InstanceId, Any] = {
+            i: rank.start.remote(port) for i, rank in self._ranks.items()
+        }
+        self.instances = tuple(
+            self._launched(instance_id, ref, deadline) for instance_id, ref in starting.items()
+        )
+
+    def _start_coordinator(self) -> ActorHandle[Any]:
+        config = self.config
+        actor = remote(
+            num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups={"health": 1}
+        )(CoordinatorActor)
+        self._coordinator = actor.options(
+            name=naming.COORDINATOR_NAME, runtime_env=self._environment(1)
+        ).remote(scheme=self.scheme, epoch=Epoch(1), expected_identity=self.identity)
+        front = functools.partial(
+            ControlServer, bind=config.bind, port=config.port, insecure=config.insecure
+        )
+        ref: Any = self._coordinator.start.remote(front=front)
+        get(ref, timeout_s=COORDINATOR_START_TIMEOUT_S, who="the coordinator")
+        address = self._coordinator.front_address.remote()
+        self.control_address = get(address, timeout_s=STOP_TIMEOUT_S, who="the coordinator")
+        return self._coordinator
+
+    def _place_rank(self, role: Role, index: int, share: float, deadline: float) -> None:
+        config = self.config
+        instance_id = InstanceId(f"{role}-{index}")
+        gpus = config.gpus_per_rank
+        resources = {"CPU": share} | ({"GPU": float(gpus)} if gpus else {})
+        group = ray_cluster.reserve_bundle(
+            resources,
+            who=f"instance {instance_id}",
+            timeout_s=max(deadline - time.monotonic(), 0.1),
+        )
+        self._groups.append(group)
+        actor = remote(
+            num_cpus=share,
+            num_gpus=gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=RANK_THREADS,
+        )(RankActor)
+        threads = max(1, (os.cpu_count() or 1) // config.num_instances)
+        self._ranks[instance_id] = actor.options(
+            name=naming.rank_name(instance_id, 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+            runtime_env=self._environment(threads),
+        ).remote(self._rank_settings(role, instance_id), ray_cluster.node_host)
+
+    def _rank_settings(self, role: Role, instance_id: InstanceId) -> RankSettings:
+        config = self.config
+        return RankSettings(
+            instance_id=instance_id,
+            role=role,
+            model=config.model,
+            dtype=config.dtype,
+            device=config.device,
+            block_tokens=config.block_tokens,
+            num_blocks=config.num_blocks,
+            token_budget=config.token_budget,
+            max_running=config.max_running,
+            policy=config.policy,
+            algorithm=config.algorithm,
+            key_format=config.key_format,
+            bind=config.bind,
+            insecure=config.insecure,
+        )
+
+    def _environment(self, threads: int) -> dict[str, dict[str, str]]:
+        # PYTHONHASHSEED must be there before the interpreter starts. OpenMP threads of several
+        # processes spin against each other, so each rank gets its share of the cores.
+        return {
+            "env_vars": {
+                "PYTHONHASHSEED": self.config.hash_seed,
+                "OMP_NUM_THREADS": str(threads),
+                "TOKENIZERS_PARALLELISM": "false",
+            }
+        }
+
+    def _launched(self, instance_id: InstanceId, ref: Any, deadline: float) -> Launched:
+        timeout_s = max(deadline - time.monotonic(), 0.1)
+        try:
+            info = get(ref, timeout_s=timeout_s, who=f"instance {instance_id}")
+        except DeadlineError as error:
+            raise DeadlineError(
+                f"instance {instance_id} was not ready in time",
+                given=f"{self.config.start_timeout_s:g} s",
+            ) from error
+        engine = RayEngine(self._ranks[instance_id], instance_id)
+        return Launched(info=info, link=EngineLink(engine=engine, incarnation=info.incarnation))
+
+
+@contextlib.contextmanager
+def running_service(
+    config: ServiceConfig, identity: Identity, progress: Progress
+) -> Iterator[RayService]:
+    """Yield a started `RayService` on the cluster that the config names; leave nothing behind.
+
+    Raises:
+        KvferryError: see `RayService.start` and `ray_cluster.connect`.
+    """
+    local = config.ray_address == "local"
+    progress("starting a local Ray cluster" if local else f"joining Ray at {config.ray_address}")
+    ray_cluster.connect(
+        config.ray_address, num_ranks=config.num_instances, namespace=naming.new_namespace()
+    )
+    try:
+        with RayService(config, identity) as service:
+            service.start(progress)
+            yield service
+    finally:
+        progress("stopping")
+        ray_cluster.disconnect()

@@ -1,0 +1,252 @@
+"""The engine loop: one thread that asks the coordinator, runs the model and publishes tokens.
+
+Decisions are the scheduler's and the coordinator's; this file moves data between them, the model
+runner and the worker, in the order that keeps the cache right (docs/architecture.md, "Written,
+resident, findable").
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from kvferry.cluster.ports import CoordinatorPort
+from kvferry.cluster.serving.outbox import Outbox
+from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
+from kvferry.cluster.serving.scheduler import Limits, LoadOrder, Scheduler, require_fits
+from kvferry.cluster.serving.sequence import Run
+from kvferry.proto.errors import KvferryError
+from kvferry.proto.ids import (
+    BlockHash,
+    BlockId,
+    Epoch,
+    Incarnation,
+    InstanceId,
+    LeaseId,
+    RequestId,
+)
+from kvferry.proto.messages import LoadResult, Step, StepReply
+from kvferry.proto.scheme import HashScheme
+from kvferry.worker.pull import PullOutcome
+
+log = logging.getLogger(__name__)
+
+STEP_TIMEOUT_S = 10.0
+STEP_ATTEMPTS = 3
+NOTHING_FITS_PAUSE_S = 0.01
+IDLE_WAIT_S = 0.5
+MAX_PARALLEL_LOADS = 4
+
+
+class BlockMover(Protocol):
+    """What the engine needs from the worker that holds its KV tensors."""
+
+    def written(self, blocks: tuple[tuple[BlockHash, BlockId], ...]) -> None:
+        """Blocks are completely written and may be served to peers."""
+
+    def reused(self, block_ids: tuple[BlockId, ...]) -> None:
+        """Blocks are about to get other content and must not be served any more."""
+
+    def pull(
+        self,
+        *,
+        source_address: str,
+        source_incarnation: Incarnation,
+        lease_id: LeaseId,
+        hashes: tuple[BlockHash, ...],
+        block_ids: tuple[BlockId, ...],
+        deadline_s: float,
+        cancel: threading.Event,
+    ) -> PullOutcome:
+        """Fetch blocks from a peer; returns (never raises) once no write can follow."""
+
+
+Forward = Callable[[tuple[Run, ...]], dict[RequestId, int]]
+"""Run slices through the model; return the chosen token of each run that samples."""
+
+
+class Engine:
+    """Queues, loop and outbox of one instance.
+
+    Args:
+        forward: runs the model over slices and samples.
+        mover: the worker that holds the KV tensors.
+        coordinator: called once per step.
+        on_failure: called once from the loop's thread when it cannot go on.
+    """
+
+    def __init__(
+        self,
+        *,
+        instance_id: InstanceId,
+        incarnation: Incarnation,
+        epoch: Epoch,
+        limits: Limits,
+        scheme: HashScheme,
+        eos_token_ids: frozenset[int],
+        coordinator: CoordinatorPort,
+        mover: BlockMover,
+        forward: Forward,
+    ) -> None:
+        self._instance_id = instance_id
+        self._incarnation = incarnation
+        self._epoch = epoch
+        self._limits = limits
+        self._coordinator = coordinator
+        self._mover = mover
+        self._forward = forward
+        self._scheduler = Scheduler(limits=limits, scheme=scheme, eos_token_ids=eos_token_ids)
+        self._outbox = Outbox(instance_id)
+        self._wake = threading.Condition()
+        self._inbox: deque[EngineRequest | RequestId] = deque()
+        self._loads_ended: deque[tuple[LoadResult, int]] = deque()
+        self._cancels: dict[RequestId, threading.Event] = {}
+        self._stopping = False
+        self._num_steps = 0
+        self._loaders = ThreadPoolExecutor(MAX_PARALLEL_LOADS, thread_name_prefix="kvferry-load")
+        self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the loop."""
+        self._thread.start()
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            ConfigError, PromptTooLongError, NeverFitsError: it can never run here.
+            InstanceDiedError: the loop has failed.
+        """
+        require_fits(request, self._limits)
+        self._outbox.require_alive()
+        self._post(request)
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request early; unknown ids are ignored."""
+        self._post(request_id)
+
+    def outputs(self, since_seq: int, wait_s: float) -> OutputBatch:
+        """Return news from `since_seq` on, waiting up to `wait_s`; earlier news is forgotten."""
+        return self._outbox.take(since_seq, wait_s)
+
+    def stop(self, timeout_s: float) -> None:
+        """End the loop and its loads; requests in flight get no further news."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        for cancel in list(self._cancels.values()):
+            cancel.set()
+        self._thread.join(timeout_s)
+        self._loaders.shutdown(wait=False, cancel_futures=True)
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _post(self, item: EngineRequest | RequestId) -> None:
+        with self._wake:
+            self._inbox.append(item)
+            self._wake.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_in()
+                if self._scheduler.has_work():
+                    self._one_step()
+                else:
+                    self._pause(IDLE_WAIT_S)
+        except Exception as error:  # the loop's end must be told, whatever it was
+            log.exception("engine of %s failed", self._instance_id)
+            self._outbox.fail(f"{type(error).__name__}: {error}")
+
+    def _take_in(self) -> None:
+        with self._wake:
+            inbox, self._inbox = list(self._inbox), deque()
+            ended, self._loads_ended = list(self._loads_ended), deque()
+        for result, pulled_bytes in ended:
+            self._cancels.pop(result.request_id, None)
+            self._scheduler.load_ended(result, pulled_bytes)
+        for item in inbox:
+            if isinstance(item, EngineRequest):
+                self._scheduler.add(item)
+            else:
+                self._cancel_load(self._scheduler.abort(item))
+
+    def _one_step(self) -> None:
+        work = self._scheduler.apply(self._ask_coordinator())
+        self._mover.reused(work.reused_block_ids)
+        for request_id in work.cancel_loads:
+            self._cancel_load(request_id)
+        for order in work.loads:
+            self._cancels[order.load.request_id] = threading.Event()
+            self._loaders.submit(self._load, order, self._cancels[order.load.request_id])
+        sampled = self._forward(work.runs) if work.runs else {}
+        self._mover.written(self._scheduler.computed(sampled))
+        self._outbox.put(self._scheduler.take_outputs())
+        if not work.runs and not work.loads:
+            self._pause(NOTHING_FITS_PAUSE_S)
+
+    def _ask_coordinator(self) -> StepReply:
+        self._num_steps += 1
+        step = self._scheduler.build_step(
+            call_id=f"{self._instance_id}/{self._incarnation}/step/{self._num_steps}",
+            epoch=self._epoch,
+            instance_id=self._instance_id,
+            incarnation=self._incarnation,
+        )
+        return self._call_with_retries(step)
+
+    def _call_with_retries(self, step: Step) -> StepReply:
+        # Repeating is safe: the coordinator answers the same call_id with the same reply.
+        for attempt in range(1, STEP_ATTEMPTS + 1):
+            try:
+                reply = self._coordinator.call(step, timeout_s=STEP_TIMEOUT_S)
+                assert isinstance(reply, StepReply)
+                return reply
+            except KvferryError as error:
+                if not error.retryable or attempt == STEP_ATTEMPTS:
+                    raise
+                log.warning("step %s: %s; trying again", step.call_id, error)
+        raise AssertionError("unreachable")
+
+    def _load(self, order: LoadOrder, cancel: threading.Event) -> None:
+        load = order.load
+        pulled_bytes = 0
+        try:
+            outcome = self._mover.pull(
+                source_address=load.source.address,
+                source_incarnation=load.source.incarnation,
+                lease_id=load.lease_id,
+                hashes=order.hashes,
+                block_ids=order.block_ids,
+                deadline_s=load.deadline_s,
+                cancel=cancel,
+            )
+            num_blocks, error = outcome.num_blocks, outcome.error
+            pulled_bytes = outcome.num_bytes
+        except Exception as failure:  # a lost result would hold the request for ever
+            log.exception("load of %s failed", load.request_id)
+            num_blocks, error = 0, f"{type(failure).__name__}: {failure}"
+        if error is not None:
+            log.warning(
+                "request %s: %d of %d blocks came from %s: %s",
+                load.request_id, num_blocks, len(order.hashes), load.source.instance_id, error,
+            )  # fmt: skip
+        result = LoadResult(
+            request_id=load.request_id,
+            num_computed_tokens=order.hit_tokens + num_blocks * self._limits.block_tokens,
+            error=error,
+        )
+        with self._wake:
+            self._loads_ended.append((result, pulled_bytes))
+            self._wake.notify_all()
+
+    def _cancel_load(self, request_id: RequestId | None) -> None:
+        if request_id is not None and request_id in self._cancels:
+            self._cancels[request_id].set()
+
+    def _pause(self, timeout_s: float) -> None:
+        with self._wake:
+            if not (self._inbox or self._loads_ended or self._stopping):
+                self._wake.wait(timeout_s)

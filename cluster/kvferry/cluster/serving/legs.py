@@ -1,0 +1,180 @@
+"""Requests on engines, as the router's event loop sees them: send, follow, notice death."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+
+from kvferry.cluster.ports import AsyncCoordinatorPort, EnginePort
+from kvferry.cluster.serving.requests import EngineRequest, Output
+from kvferry.proto.errors import DeadlineError, InstanceDiedError, KvferryError
+from kvferry.proto.ids import Incarnation, InstanceId, RequestId
+from kvferry.proto.messages import RemoveInstance
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 10.0
+OUTPUTS_WAIT_S = 2.0
+OUTPUTS_TIMEOUT_S = 15.0
+"""An engine that does not answer `outputs` for this long is taken for dead."""
+
+News = Output | InstanceDiedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLink:
+    """One engine as the router reaches it."""
+
+    engine: EnginePort
+    incarnation: Incarnation
+
+
+class Legs:
+    """All requests in flight, per engine.
+
+    Per engine one parked `outputs` call carries the news of all its requests. Its failure is how
+    the death of an instance is noticed: at once for a killed process, after `OUTPUTS_TIMEOUT_S`
+    for one that hangs.
+    """
+
+    def __init__(
+        self, engines: Mapping[InstanceId, EngineLink], coordinator: AsyncCoordinatorPort
+    ) -> None:
+        self._engines = dict(engines)
+        self._coordinator = coordinator
+        self._news: dict[InstanceId, dict[RequestId, asyncio.Queue[News]]]
+        self._news = {instance_id: {} for instance_id in engines}
+        self._deaths: dict[InstanceId, str] = {}
+        self._followers: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to follow every engine (inside a running event loop)."""
+        self._followers = [asyncio.create_task(self._follow(i)) for i in self._engines]
+
+    async def close(self) -> None:
+        """Stop following."""
+        for task in self._followers:
+            task.cancel()
+        await asyncio.gather(*self._followers, return_exceptions=True)
+
+    def is_alive(self, instance_id: InstanceId) -> bool:
+        """Return whether requests may be sent there."""
+        return instance_id in self._engines and instance_id not in self._deaths
+
+    def in_flight(self) -> dict[InstanceId, int]:
+        """Return the number of requests per engine."""
+        return {instance_id: len(news) for instance_id, news in self._news.items()}
+
+    def deaths(self) -> dict[InstanceId, str]:
+        """Return the engines taken for dead, and why."""
+        return dict(self._deaths)
+
+    async def run(
+        self, instance_id: InstanceId, request: EngineRequest, deadline: float
+    ) -> AsyncGenerator[Output]:
+        """Yield a request's news from one engine until it has finished.
+
+        Leaving early (deadline, error, closed iterator) aborts the request there.
+
+        Args:
+            instance_id: the engine.
+            request: its id must not be in flight there.
+            deadline: on the monotonic clock.
+
+        Raises:
+            BadInputError: the request can never run there.
+            InstanceDiedError: the engine died before the request finished.
+            DeadlineError: not finished by the deadline.
+        """
+        self._require_alive(instance_id)
+        news: asyncio.Queue[News] = asyncio.Queue()
+        self._news[instance_id][request.request_id] = news
+        finished = False
+        try:
+            await self._submit(instance_id, request)
+            while not finished:
+                item = await self._next(news, request, instance_id, deadline)
+                finished = item.finished is not None
+                yield item
+        finally:
+            del self._news[instance_id][request.request_id]
+            if not finished and self.is_alive(instance_id):
+                await self._abort(instance_id, request.request_id)
+
+    async def _submit(self, instance_id: InstanceId, request: EngineRequest) -> None:
+        try:
+            engine = self._engines[instance_id].engine
+            await engine.submit(request, timeout_s=CALL_TIMEOUT_S)
+        except (InstanceDiedError, DeadlineError) as error:
+            await self._bury(instance_id, str(error))
+            self._require_alive(instance_id)
+
+    async def _next(
+        self,
+        news: asyncio.Queue[News],
+        request: EngineRequest,
+        instance_id: InstanceId,
+        deadline: float,
+    ) -> Output:
+        try:
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
+                item = await news.get()
+        except TimeoutError:
+            raise DeadlineError(
+                f"request {request.request_id} did not finish in time", given=instance_id
+            ) from None
+        if isinstance(item, InstanceDiedError):
+            raise item
+        return item
+
+    async def _abort(self, instance_id: InstanceId, request_id: RequestId) -> None:
+        with contextlib.suppress(KvferryError):
+            engine = self._engines[instance_id].engine
+            await engine.abort(request_id, timeout_s=CALL_TIMEOUT_S)
+
+    async def _follow(self, instance_id: InstanceId) -> None:
+        engine = self._engines[instance_id].engine
+        seq = 0
+        while self.is_alive(instance_id):
+            try:
+                batch = await engine.outputs(
+                    seq, wait_s=OUTPUTS_WAIT_S, timeout_s=OUTPUTS_TIMEOUT_S
+                )
+            except KvferryError as error:
+                await self._bury(instance_id, str(error))
+                return
+            seq = batch.next_seq
+            for output in batch.outputs:
+                news = self._news[instance_id].get(output.request_id)
+                if news is not None:
+                    news.put_nowait(output)
+
+    async def _bury(self, instance_id: InstanceId, reason: str) -> None:
+        if instance_id in self._deaths:
+            return
+        self._deaths[instance_id] = reason
+        log.error("instance %s is dead: %s", instance_id, reason)
+        try:
+            await self._coordinator.call(
+                RemoveInstance(
+                    call_id=f"router/remove/{instance_id}",
+                    instance_id=instance_id,
+                    incarnation=self._engines[instance_id].incarnation,
+                    reason=reason,
+                ),
+                timeout_s=CALL_TIMEOUT_S,
+            )
+        except KvferryError as error:
+            log.warning("the coordinator was not told of %s: %s", instance_id, error)
+        for news in self._news[instance_id].values():
+            news.put_nowait(_death(instance_id, reason))
+
+    def _require_alive(self, instance_id: InstanceId) -> None:
+        if instance_id in self._deaths:
+            raise _death(instance_id, self._deaths[instance_id])
+
+
+def _death(instance_id: InstanceId, reason: str) -> InstanceDiedError:
+    return InstanceDiedError(f"instance {instance_id} died: {reason}", given=instance_id)

@@ -1,0 +1,219 @@
+"""One rank of an engine instance: model, KV tensors, transfer server and engine loop in a process.
+
+A plain class; the launcher wraps it with Ray. It composes the worker (bytes) and the engine
+(queues), and registers the instance with the coordinator.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+
+from kvferry.cluster.ports import CoordinatorPort
+from kvferry.cluster.serving.engine import Engine
+from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
+from kvferry.cluster.serving.scheduler import Limits, Policy
+from kvferry.cluster.serving.sequence import Run
+from kvferry.proto.errors import ConfigError
+from kvferry.proto.hashing import make_scheme
+from kvferry.proto.ids import Epoch, Incarnation, InstanceId, RequestId
+from kvferry.proto.layout import Layout
+from kvferry.proto.messages import InstanceInfo, Registered, RegisterInstance, Role
+from kvferry.proto.scheme import Algorithm, HashScheme, KeyFormat
+from kvferry.worker.device import open_device
+from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.model.loading import LoadedModel, load_model
+from kvferry.worker.model.runner import ModelRunner, SequenceSlice
+from kvferry.worker.model.sampling import sample
+from kvferry.worker.service import WorkerService
+
+log = logging.getLogger(__name__)
+
+REGISTER_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 3.0
+WILDCARD_HOSTS = ("0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """What a rank is told by the launcher; sizes in tokens or blocks (null block included)."""
+
+    instance_id: InstanceId
+    role: Role
+    model: str
+    dtype: str
+    device: str
+    block_tokens: int
+    num_blocks: int
+    token_budget: int
+    max_running: int
+    policy: Policy
+    algorithm: Algorithm
+    key_format: KeyFormat
+    bind: str
+    insecure: bool
+
+
+def scheme_of_this_process(settings: RankSettings) -> HashScheme:
+    """Return the hash scheme, its root taken from this process's own PYTHONHASHSEED.
+
+    Raises:
+        ConfigError: the variable is not set, so that no two processes would agree.
+    """
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is None:
+        raise ConfigError(
+            "PYTHONHASHSEED is not set in this process, so its block hashes would match nobody's",
+            given="unset",
+            allowed="the service's hash seed, through Ray's runtime environment",
+        )
+    return make_scheme(
+        seed=seed,
+        hash_block_tokens=settings.block_tokens,
+        algorithm=settings.algorithm,
+        key_format=settings.key_format,
+    )
+
+
+class RankActor:
+    """One engine rank. Nothing happens before `start`, so construction cannot fail."""
+
+    def __init__(self, settings: RankSettings, node_host: Callable[[], str]) -> None:
+        self._settings = settings
+        self._node_host = node_host
+        self._worker: WorkerService | None = None
+        self._engine: Engine | None = None
+
+    def pid(self) -> int:
+        """Return this process's id."""
+        return os.getpid()
+
+    def start(self, coordinator: CoordinatorPort) -> InstanceInfo:
+        """Load the model, open the transfer server, register and start the loop.
+
+        Raises:
+            ModelError: the model cannot be loaded.
+            ConfigError: sizes or the environment are wrong.
+            MismatchError: the coordinator refused the registration.
+        """
+        settings = self._settings
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+        scheme = scheme_of_this_process(settings)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        loaded = load_model(settings.model, dtype=settings.dtype)
+        memory = KvMemory(
+            open_device(settings.device),
+            num_blocks=settings.num_blocks,
+            block_tokens=settings.block_tokens,
+            num_layers=loaded.num_layers,
+            num_kv_heads=loaded.num_kv_heads,
+            head_size=loaded.head_size,
+            dtype=settings.dtype,
+        )
+        incarnation = Incarnation(time.time_ns())
+        worker = WorkerService(identity=loaded.identity, incarnation=incarnation, memory=memory)
+        self._worker = worker
+        info = InstanceInfo(
+            instance_id=settings.instance_id,
+            role=settings.role,
+            incarnation=incarnation,
+            identity=loaded.identity,
+            scheme=scheme,
+            layout=Layout(block_tokens=settings.block_tokens),
+            num_blocks=settings.num_blocks,
+            address=self._serve(worker),
+            max_model_len=loaded.max_model_len,
+            rank_pids=(os.getpid(),),
+            version=version("kvferry"),
+        )
+        epoch = self._register(coordinator, info)
+        self._engine = Engine(
+            instance_id=settings.instance_id,
+            incarnation=incarnation,
+            epoch=epoch,
+            limits=Limits(
+                num_blocks=settings.num_blocks,
+                block_tokens=settings.block_tokens,
+                max_model_len=loaded.max_model_len,
+                token_budget=settings.token_budget,
+                max_running=settings.max_running,
+                policy=settings.policy,
+            ),
+            scheme=scheme,
+            eos_token_ids=frozenset(loaded.eos_token_ids),
+            coordinator=coordinator,
+            mover=worker,
+            forward=_Forward(loaded, memory, settings.block_tokens),
+        )
+        self._engine.start()
+        return info
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request; raises what `Engine.submit` raises."""
+        self._started().submit(request)
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request early; unknown ids are ignored."""
+        self._started().abort(request_id)
+
+    def outputs(self, since_seq: int, wait_s: float) -> OutputBatch:
+        """Return news from `since_seq` on, waiting up to `wait_s` for the first."""
+        return self._started().outputs(since_seq, wait_s)
+
+    def stop(self) -> None:
+        """End loop and server; may be called at any time and more than once."""
+        if self._engine is not None:
+            self._engine.stop(STOP_TIMEOUT_S)
+        if self._worker is not None:
+            self._worker.stop()
+
+    def _serve(self, worker: WorkerService) -> str:
+        settings = self._settings
+        address = worker.serve(bind=settings.bind, port=0, insecure=settings.insecure)
+        if settings.bind in WILDCARD_HOSTS:
+            return f"{self._node_host()}:{address.rsplit(':', 1)[1]}"
+        return address
+
+    def _register(self, coordinator: CoordinatorPort, info: InstanceInfo) -> Epoch:
+        command = RegisterInstance(
+            call_id=f"{info.instance_id}/{info.incarnation}/register", info=info
+        )
+        reply = coordinator.call(command, timeout_s=REGISTER_TIMEOUT_S)
+        assert isinstance(reply, Registered)
+        return reply.epoch
+
+    def _started(self) -> Engine:
+        if self._engine is None:
+            raise ConfigError(f"instance {self._settings.instance_id} has not been started")
+        return self._engine
+
+
+class _Forward:
+    """Runs slices through the model and samples where a token is wanted."""
+
+    def __init__(self, loaded: LoadedModel, memory: KvMemory, block_tokens: int) -> None:
+        self._runner = ModelRunner(loaded, memory.layers, block_tokens)
+
+    def __call__(self, runs: tuple[Run, ...]) -> dict[RequestId, int]:
+        logits = self._runner.forward(
+            [
+                SequenceSlice(
+                    token_ids=run.token_ids,
+                    start_position=run.start_position,
+                    block_table=run.block_table,
+                )
+                for run in runs
+            ]
+        )
+        return {
+            run.request.request_id: sample(
+                row, run.request.sampling, position=run.start_position + len(run.token_ids)
+            )
+            for run, row in zip(runs, logits, strict=True)
+            if run.sample
+        }

@@ -1,0 +1,70 @@
+"""What goes into an engine and what comes out of it: values only."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvferry.proto.extra_keys import RequestKeys
+from kvferry.proto.ids import RequestId
+from kvferry.worker.model.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "prefilled", "aborted", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One prompt for one engine.
+
+    `output_token_ids` were already produced elsewhere (the request moved here). With
+    `prefill_only` the engine computes the prompt's full blocks short of the last token and stops.
+    Lower `priority` runs first under the priority policy; `arrival` breaks ties.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_token_ids: tuple[int, ...] = ()
+    keys: RequestKeys = field(default_factory=RequestKeys)
+    prefill_only: bool = False
+    priority: int = 0
+    arrival: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accounting:
+    """How each prompt token's KV came into place at this instance, the first time it did.
+
+    The three parts add up to `prompt_tokens` for every request that ran to its end.
+    """
+
+    prompt_tokens: int
+    local_hit_tokens: int
+    remote_hit_tokens: int
+    computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """How a request ended at this instance."""
+
+    reason: FinishReason
+    accounting: Accounting
+    pulled_bytes: int
+    preemptions: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """News of one request: tokens in order, and at the end how it finished."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...] = ()
+    finished: Finished | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputBatch:
+    """All news since the asked sequence number; ask for `next_seq` next time."""
+
+    outputs: tuple[Output, ...]
+    next_seq: int

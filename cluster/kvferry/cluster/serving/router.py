@@ -1,0 +1,245 @@
+"""The router: sends prompts to instances, follows their tokens, and moves on when one dies.
+
+One event loop. What happens on one engine is a *leg* (`legs.py`); a request's journey is a prefill
+leg where that pays, then a decode leg, and another decode leg if the instance dies on the way.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from kvferry.cluster.ports import AsyncCoordinatorPort
+from kvferry.cluster.serving.legs import EngineLink, Legs
+from kvferry.cluster.serving.requests import Accounting, EngineRequest, Finished
+from kvferry.cluster.serving.routing import Route, choose_route
+from kvferry.proto.errors import InstanceDiedError, KvferryError, NotFoundError
+from kvferry.proto.hashing import hash_tokens
+from kvferry.proto.ids import BlockHash, InstanceId, RequestId
+from kvferry.proto.messages import CloseHandoff, Locate, Located, OpenHandoff
+from kvferry.proto.scheme import HashScheme
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """How the router behaves."""
+
+    request_timeout_s: float = 600.0
+    """A request not finished by then ends with `DeadlineError`."""
+
+    handoff_ttl_s: float = 60.0
+    """How long a prefill instance keeps handed-over blocks for a decode side that does not come."""
+
+    min_prefill_blocks: int = 1
+    """A prefill instance is used only if this many of the prompt's blocks are held by nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A finished request: its tokens, where it ran and what that took."""
+
+    request: EngineRequest
+    output_token_ids: tuple[int, ...]
+    finish_reason: str
+    accounting: Accounting
+    prefill_computed_tokens: int
+    pulled_bytes: int
+    preemptions: int
+    ttft_s: float
+    prefill_instance: InstanceId | None
+    decode_instance: InstanceId
+
+
+@dataclass(slots=True)
+class _Journey:
+    """What is known of one request so far."""
+
+    request: EngineRequest
+    started: float
+    deadline: float
+    tokens: list[int] = field(default_factory=list)
+    ttft_s: float | None = None
+    prefill_instance: InstanceId | None = None
+    prefill: Finished | None = None
+
+    def took(self, token: int) -> None:
+        if self.ttft_s is None:
+            self.ttft_s = time.monotonic() - self.started
+        self.tokens.append(token)
+
+    def served(self, finished: Finished, decode_instance: InstanceId) -> Served:
+        prefill = self.prefill
+        return Served(
+            request=self.request,
+            output_token_ids=tuple(self.tokens),
+            finish_reason=finished.reason,
+            accounting=finished.accounting,
+            prefill_computed_tokens=prefill.accounting.computed_tokens if prefill else 0,
+            pulled_bytes=finished.pulled_bytes,
+            preemptions=finished.preemptions + (prefill.preemptions if prefill else 0),
+            ttft_s=self.ttft_s if self.ttft_s is not None else time.monotonic() - self.started,
+            prefill_instance=self.prefill_instance,
+            decode_instance=decode_instance,
+        )
+
+
+class Router:
+    """Routes requests over the live engines of one model."""
+
+    def __init__(
+        self,
+        *,
+        coordinator: AsyncCoordinatorPort,
+        engines: Mapping[InstanceId, EngineLink],
+        identity_digest: bytes,
+        scheme: HashScheme,
+        settings: RouterSettings,
+    ) -> None:
+        self._coordinator = coordinator
+        self._legs = Legs(engines, coordinator)
+        self._digest = identity_digest
+        self._scheme = scheme
+        self._settings = settings
+        self._call_ids = itertools.count(1)
+
+    async def start(self) -> None:
+        """Begin to follow every engine."""
+        self._legs.start()
+
+    async def close(self) -> None:
+        """Stop following; requests in flight are left to the engines' own end."""
+        await self._legs.close()
+
+    def is_alive(self, instance_id: InstanceId) -> bool:
+        """Return whether an instance takes requests."""
+        return self._legs.is_alive(instance_id)
+
+    async def serve(self, request: EngineRequest, *, route: Route | None = None) -> Served:
+        """Run a request to its end and return everything about it.
+
+        Args:
+            request: its id must be unique among the requests in flight.
+            route: where to send it; chosen by prefix and load when None.
+
+        Raises:
+            BadInputError: the request can never run (see `scheduler.require_fits`).
+            InstanceDiedError: the instance it ran on died and no other could take it.
+            DeadlineError: not finished within the request timeout.
+        """
+        served: Served | None = None
+        async with aclosing(self.stream(request, route=route)) as events:
+            async for event in events:
+                if isinstance(event, Served):
+                    served = event
+        assert served is not None, "a stream ends with its summary or an error"
+        return served
+
+    async def stream(
+        self, request: EngineRequest, *, route: Route | None = None
+    ) -> AsyncGenerator[int | Served]:
+        """Yield token ids as they come, then the `Served` summary; errors as in `serve`."""
+        now = time.monotonic()
+        journey = _Journey(
+            request=request, started=now, deadline=now + self._settings.request_timeout_s
+        )
+        while True:
+            chosen = route or await self._route(request)
+            route = None
+            if chosen.prefill is not None and not journey.tokens:
+                await self._prefill(journey, chosen)
+            try:
+                async with aclosing(self._decode(journey, chosen.decode)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except InstanceDiedError as death:
+                log.warning("request %s moves on: %s", request.request_id, death)
+            finally:
+                if journey.prefill_instance is not None:
+                    await self._close_handoff(request.request_id)
+
+    async def _decode(
+        self, journey: _Journey, instance_id: InstanceId
+    ) -> AsyncGenerator[int | Served]:
+        leg_request = replace(journey.request, output_token_ids=tuple(journey.tokens))
+        leg = self._legs.run(instance_id, leg_request, journey.deadline)
+        async with aclosing(leg) as outputs:
+            async for output in outputs:
+                for token in output.token_ids:
+                    journey.took(token)
+                    yield token
+                if output.finished is not None:
+                    yield journey.served(output.finished, instance_id)
+
+    async def _route(self, request: EngineRequest) -> Route:
+        hashes = self._hashes(request)
+        located = await self._coordinator.call(
+            Locate(identity_digest=self._digest, hashes=hashes), timeout_s=CALL_TIMEOUT_S
+        )
+        assert isinstance(located, Located)
+        route = choose_route(
+            tuple(h for h in located.holders if self._legs.is_alive(h.source.instance_id)),
+            self._legs.in_flight(),
+            num_prompt_blocks=len(hashes),
+            min_prefill_blocks=self._settings.min_prefill_blocks,
+        )
+        if route is None:
+            deaths = self._legs.deaths()
+            raise InstanceDiedError(
+                f"no decode instance is left for request {request.request_id}",
+                given=deaths or "none was started",
+            )
+        return route
+
+    def _hashes(self, request: EngineRequest) -> tuple[BlockHash, ...]:
+        # Short of the last token: at least one token must run to give logits.
+        return hash_tokens(self._scheme, request.prompt_token_ids[:-1], request.keys)
+
+    async def _prefill(self, journey: _Journey, route: Route) -> None:
+        """Let a prefill instance compute the prompt; a failure only means D computes it."""
+        assert route.prefill is not None
+        request = journey.request
+        journey.prefill_instance = route.prefill
+        leg_request = replace(request, prefill_only=True)
+        leg = self._legs.run(route.prefill, leg_request, journey.deadline)
+        try:
+            await self._open_handoff(request.request_id, route.prefill, route.decode)
+            async with aclosing(leg) as outputs:
+                async for output in outputs:
+                    journey.prefill = output.finished
+        except (InstanceDiedError, NotFoundError) as error:
+            log.warning(
+                "request %s: no prefill at %s: %s", request.request_id, route.prefill, error
+            )
+
+    async def _open_handoff(
+        self, request_id: RequestId, prefill: InstanceId, decode: InstanceId
+    ) -> None:
+        await self._coordinator.call(
+            OpenHandoff(
+                call_id=self._call_id(),
+                request_id=request_id,
+                prefill_instance=prefill,
+                decode_instance=decode,
+                ttl_s=self._settings.handoff_ttl_s,
+            ),
+            timeout_s=CALL_TIMEOUT_S,
+        )
+
+    async def _close_handoff(self, request_id: RequestId) -> None:
+        try:
+            await self._coordinator.call(
+                CloseHandoff(call_id=self._call_id(), request_id=request_id, reason="served"),
+                timeout_s=CALL_TIMEOUT_S,
+            )
+        except KvferryError as error:  # its deadline closes it
+            log.warning("handoff of %s stays open: %s", request_id, error)
+
+    def _call_id(self) -> str:
+        return f"router/{next(self._call_ids)}"

@@ -1,0 +1,64 @@
+"""Which instance decodes, and whether a prefill instance should go first. Pure.
+
+A block missing locally costs little when a peer holds it (it is pulled) and much when nobody does
+(it is computed), but the latter cost is the same wherever the request goes. What is left to weigh
+is pulling against queueing behind other requests.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvferry.proto.ids import InstanceId
+from kvferry.proto.messages import Holder
+
+PULL_COST = 0.1
+"""Cost of pulling one block, in blocks computed."""
+
+REQUEST_COST_BLOCKS = 4.0
+"""Cost of one request already in flight there, in blocks computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Where a request goes; `prefill` is None when the decode instance computes what is missing."""
+
+    decode: InstanceId
+    prefill: InstanceId | None
+
+
+def choose_route(
+    holders: tuple[Holder, ...],
+    in_flight: Mapping[InstanceId, int],
+    *,
+    num_prompt_blocks: int,
+    min_prefill_blocks: int,
+) -> Route | None:
+    """Return the cheapest route, or None when no decode instance is alive.
+
+    Args:
+        holders: all live instances of the model with the length of the prefix each holds.
+        in_flight: the router's own count of requests per instance.
+        num_prompt_blocks: full blocks of the prompt, short of its last token.
+        min_prefill_blocks: send to a prefill instance only if this many blocks are held by nobody.
+    """
+    decoders = [holder for holder in holders if holder.role == "decode"]
+    if not decoders:
+        return None
+    held_anywhere = min(max(holder.num_blocks for holder in holders), num_prompt_blocks)
+    prefillers = [holder for holder in holders if holder.role == "prefill"]
+    decode = _cheapest(decoders, in_flight, held_anywhere)
+    if not prefillers or num_prompt_blocks - held_anywhere < min_prefill_blocks:
+        return Route(decode=decode, prefill=None)
+    return Route(decode=decode, prefill=_cheapest(prefillers, in_flight, held_anywhere))
+
+
+def _cheapest(
+    candidates: list[Holder], in_flight: Mapping[InstanceId, int], held_anywhere: int
+) -> InstanceId:
+    def cost(holder: Holder) -> tuple[float, InstanceId]:
+        instance_id = holder.source.instance_id
+        to_pull = max(held_anywhere - holder.num_blocks, 0)
+        queue = in_flight.get(instance_id, 0)
+        return to_pull * PULL_COST + queue * REQUEST_COST_BLOCKS, instance_id
+
+    return min(candidates, key=cost).source.instance_id

@@ -1,0 +1,138 @@
+"""One request inside an engine: its tokens, hash chain, block table and accounting."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from kvferry.cluster.serving.requests import Accounting, EngineRequest
+from kvferry.proto.hashing import HashChain
+from kvferry.proto.ids import BlockHash, BlockId, RequestId
+from kvferry.proto.messages import Progress
+from kvferry.proto.scheme import HashScheme
+
+Origin = Literal["local", "remote", "computed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One slice of the next forward pass; `sample` says whether its last logits are needed."""
+
+    request: EngineRequest
+    token_ids: tuple[int, ...]
+    start_position: int
+    block_table: tuple[BlockId, ...]
+    sample: bool
+
+
+class Sequence:
+    """Prompt and generated tokens of one request while it waits, loads or runs."""
+
+    def __init__(self, request: EngineRequest, scheme: HashScheme, block_tokens: int) -> None:
+        self.request = request
+        self._block_tokens = block_tokens
+        self._tokens = [*request.prompt_token_ids, *request.output_token_ids]
+        self.chain = HashChain(scheme, request.keys)
+        self.chain.extend(self._tokens)
+        self.num_reported_hashes = 0
+        self.block_table: list[BlockId] = []
+        self.num_computed_tokens = 0
+        self.num_hit_tokens = 0
+        self._attributed_tokens = 0
+        self._origins: dict[Origin, int] = {"local": 0, "remote": 0, "computed": 0}
+        self.pulled_bytes = 0
+        self.preemptions = 0
+        self.was_admitted = False
+        self.cancelled = False
+        self.aborted = False
+
+    @property
+    def request_id(self) -> RequestId:
+        """Identity of the request."""
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens known so far."""
+        return len(self._tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens, those made elsewhere included."""
+        return self.num_tokens - self.prompt_tokens
+
+    @property
+    def target_tokens(self) -> int:
+        """Tokens to compute before the next token is sampled (or the prefill is done)."""
+        if self.request.prefill_only:
+            return (self.num_tokens - 1) // self._block_tokens * self._block_tokens
+        return self.num_tokens
+
+    def rank(self) -> tuple[int, int]:
+        """Return the sort key of the priority policy; lower runs first."""
+        return self.request.priority, self.request.arrival
+
+    def append(self, token: int) -> None:
+        """Add a generated token and hash the block it may have filled."""
+        self._tokens.append(token)
+        self.chain.extend((token,))
+
+    def run(self, num_new_tokens: int) -> Run:
+        """Return the slice of the next `num_new_tokens` uncomputed tokens."""
+        start = self.num_computed_tokens
+        end = start + num_new_tokens
+        return Run(
+            request=self.request,
+            token_ids=tuple(self._tokens[start:end]),
+            start_position=start,
+            block_table=tuple(self.block_table),
+            sample=end == self.num_tokens and not self.request.prefill_only,
+        )
+
+    def written_since(self, num_computed_before: int) -> Iterator[tuple[BlockHash, BlockId]]:
+        """Yield the blocks that became completely written since a computed-token count."""
+        first = num_computed_before // self._block_tokens
+        for index in range(first, self.num_computed_tokens // self._block_tokens):
+            yield self.chain.hashes[index], self.block_table[index]
+
+    def progress(self) -> Progress:
+        """Report what is written and the hashes not reported before."""
+        new_hashes = tuple(self.chain.hashes[self.num_reported_hashes :])
+        self.num_reported_hashes += len(new_hashes)
+        return Progress(
+            request_id=self.request_id,
+            num_tokens=self.num_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            new_hashes=new_hashes,
+        )
+
+    def in_place(self, origin: Origin, end: int) -> None:
+        """Note that tokens `[0, end)` are in place, the new ones among them from this origin.
+
+        Each prompt token is attributed once: what a preempted request finds or computes again
+        does not count a second time.
+        """
+        end = min(end, self.prompt_tokens)
+        if end > self._attributed_tokens:
+            self._origins[origin] += end - self._attributed_tokens
+            self._attributed_tokens = end
+
+    def accounting(self) -> Accounting:
+        """Return where the prompt's KV has come from so far."""
+        return Accounting(
+            prompt_tokens=self.prompt_tokens,
+            local_hit_tokens=self._origins["local"],
+            remote_hit_tokens=self._origins["remote"],
+            computed_tokens=self._origins["computed"],
+        )
+
+    def reset(self) -> None:
+        """Forget all blocks (preemption): everything is computed or found again."""
+        self.block_table = []
+        self.num_computed_tokens = 0
+        self.num_hit_tokens = 0
+        self.cancelled = False

@@ -1,0 +1,150 @@
+"""A service inside this process: real coordinator, real ranks with a model, real gRPC, no Ray."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvferry.cluster.serving.legs import EngineLink
+from kvferry.cluster.serving.rank_actor import RankActor, RankSettings
+from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
+from kvferry.cluster.serving.router import Router, RouterSettings
+from kvferry.coordinator.actor import CoordinatorActor
+from kvferry.proto.errors import InstanceDiedError, UnavailableError
+from kvferry.proto.hashing import make_scheme
+from kvferry.proto.ids import Epoch, InstanceId, RequestId
+from kvferry.proto.messages import Command, InstanceInfo, Reply, Role
+
+BLOCK_TOKENS = 8
+
+
+class InProcessCoordinator:
+    """`CoordinatorPort` straight into a `CoordinatorActor`."""
+
+    def __init__(self, actor: CoordinatorActor) -> None:
+        self._actor = actor
+
+    def call(self, command: Command, *, timeout_s: float) -> Reply:
+        return self._actor.call(command)
+
+
+class AsyncInProcessCoordinator:
+    """`AsyncCoordinatorPort` over the same."""
+
+    def __init__(self, actor: CoordinatorActor) -> None:
+        self._actor = actor
+
+    async def call(self, command: Command, *, timeout_s: float) -> Reply:
+        return await asyncio.to_thread(self._actor.call, command)
+
+
+class InProcessEngine:
+    """`EnginePort` into a `RankActor`; `die` plays the end of its process."""
+
+    def __init__(self, actor: RankActor) -> None:
+        self._actor = actor
+        self._dead = False
+
+    def die(self) -> None:
+        self._dead = True
+        self._actor.stop()
+
+    def _require_alive(self) -> None:
+        if self._dead:
+            raise InstanceDiedError("the process is gone")
+
+    async def submit(self, request: EngineRequest, *, timeout_s: float) -> None:
+        self._require_alive()
+        await asyncio.to_thread(self._actor.submit, request)
+
+    async def abort(self, request_id: RequestId, *, timeout_s: float) -> None:
+        self._require_alive()
+        await asyncio.to_thread(self._actor.abort, request_id)
+
+    async def outputs(self, since_seq: int, *, wait_s: float, timeout_s: float) -> OutputBatch:
+        self._require_alive()
+        batch = await asyncio.to_thread(self._actor.outputs, since_seq, min(wait_s, 0.2))
+        self._require_alive()
+        return batch
+
+
+@dataclass
+class Service:
+    """Coordinator and ranks in this process."""
+
+    coordinator: CoordinatorActor
+    model: Path
+    infos: dict[str, InstanceInfo] = field(default_factory=dict)
+    engines: dict[str, InProcessEngine] = field(default_factory=dict)
+    actors: list[RankActor] = field(default_factory=list)
+    calls: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+
+    def settings(self, name: str, role: Role, **changes: object) -> RankSettings:
+        values: dict[str, object] = {
+            "instance_id": InstanceId(name),
+            "role": role,
+            "model": str(self.model),
+            "dtype": "float32",
+            "device": "cpu",
+            "block_tokens": BLOCK_TOKENS,
+            "num_blocks": 200,
+            "token_budget": 64,
+            "max_running": 8,
+            "policy": "fcfs",
+            "algorithm": "sha256_cbor",
+            "key_format": "0.32",
+            "bind": "127.0.0.1",
+            "insecure": False,
+        }
+        return RankSettings(**(values | changes))  # type: ignore[arg-type]
+
+    def add(self, name: str, role: Role, **changes: object) -> InstanceInfo:
+        actor = RankActor(self.settings(name, role, **changes), lambda: "127.0.0.1")
+        self.actors.append(actor)
+        info = actor.start(InProcessCoordinator(self.coordinator))
+        self.infos[name] = info
+        self.engines[name] = InProcessEngine(actor)
+        return info
+
+    def router(self, **settings: object) -> Router:
+        first = next(iter(self.infos.values()))
+        return Router(
+            coordinator=AsyncInProcessCoordinator(self.coordinator),
+            engines={
+                InstanceId(name): EngineLink(
+                    engine=engine, incarnation=self.infos[name].incarnation
+                )
+                for name, engine in self.engines.items()
+            },
+            identity_digest=first.identity.digest(),
+            scheme=first.scheme,
+            settings=RouterSettings(**settings),  # type: ignore[arg-type]
+        )
+
+    def stop(self) -> None:
+        for actor in self.actors:
+            actor.stop()
+        self.coordinator.stop()
+
+
+MakeService = Callable[..., Service]
+
+
+@pytest.fixture
+def service(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    """A service with no instance yet, on the tiny model; invariants are checked at every call."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    coordinator = CoordinatorActor(
+        scheme=make_scheme(seed="0", hash_block_tokens=BLOCK_TOKENS),
+        epoch=Epoch(1),
+        check_invariants=True,
+    )
+    coordinator.start()
+    running = Service(coordinator=coordinator, model=tiny_model)
+    yield running
+    running.stop()
+    with pytest.raises(UnavailableError):
+        coordinator.call(None)  # type: ignore[arg-type]

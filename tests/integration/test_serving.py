@@ -1,0 +1,250 @@
+"""Prefill/decode serving over real ranks, real gRPC and a tiny model, in one process."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from kvferry.cluster.serving.requests import EngineRequest
+from kvferry.cluster.serving.router import Router, Served
+from kvferry.cluster.serving.routing import Route
+from kvferry.proto.errors import (
+    InstanceDiedError,
+    NeverFitsError,
+    PromptTooLongError,
+    SchemeMismatchError,
+)
+from kvferry.proto.ids import InstanceId, RequestId
+from kvferry.proto.messages import Describe, Description
+from kvferry.worker.model.reference import TransformersReference
+from kvferry.worker.model.sampling import SamplingParams
+
+T = TypeVar("T")
+
+
+def prompt(seed: int, num_tokens: int) -> tuple[int, ...]:
+    generator = random.Random(seed)
+    return tuple(generator.randrange(1, 250) for _ in range(num_tokens))
+
+
+def ask(name: str, tokens: tuple[int, ...], max_tokens: int = 6, **more: Any) -> EngineRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **more)
+    return EngineRequest(request_id=RequestId(name), prompt_token_ids=tokens, sampling=sampling)
+
+
+def with_router(
+    router: Router, work: Callable[[Router], Coroutine[Any, Any, T]], timeout_s: float = 60.0
+) -> T:
+    async def run() -> T:
+        await router.start()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await work(router)
+        finally:
+            await router.close()
+
+    return asyncio.run(run())
+
+
+def require_equal(service: Any, *served: Served) -> None:
+    reference = TransformersReference(str(service.model))
+    for one in served:
+        comparison = reference.compare(one.request.prompt_token_ids, one.output_token_ids)
+        assert comparison.equal, one.request.request_id
+
+
+def describe(service: Any) -> Description:
+    description = service.coordinator.call(Describe())
+    assert isinstance(description, Description)
+    return description
+
+
+def wait_until_idle(service: Any) -> Description:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        description = describe(service)
+        if all(i.num_requests == 0 for i in description.instances):
+            return description
+        time.sleep(0.02)
+    raise AssertionError("requests were never released")
+
+
+def test_a_prompt_is_prefilled_on_one_instance_and_decoded_on_another(service: Any) -> None:
+    service.add("p0", "prefill")
+    service.add("d0", "decode")
+    served = with_router(service.router(), lambda r: r.serve(ask("a", prompt(1, 100))))
+    require_equal(service, served)
+    assert (served.prefill_instance, served.decode_instance) == ("p0", "d0")
+    parts = served.accounting
+    assert (parts.local_hit_tokens, parts.remote_hit_tokens, parts.computed_tokens) == (0, 96, 4)
+    assert served.prefill_computed_tokens == 96
+    assert served.pulled_bytes == 12 * 2 * 2 * 8 * 2 * 8 * 4  # blocks, layers, K and V, ...
+    description = wait_until_idle(service)
+    assert (description.num_leases, description.num_handoffs) == (0, 0)
+
+
+def test_a_later_turn_finds_its_prefix_where_it_was_decoded(service: Any) -> None:
+    service.add("p0", "prefill")
+    service.add("d0", "decode")
+    service.add("d1", "decode")
+
+    async def turns(router: Router) -> tuple[Served, Served]:
+        first = await router.serve(ask("a", prompt(1, 100), max_tokens=20))
+        past = first.request.prompt_token_ids + first.output_token_ids
+        return first, await router.serve(ask("b", past + prompt(2, 30)))
+
+    first, second = with_router(service.router(), turns)
+    require_equal(service, first, second)
+    assert second.decode_instance == first.decode_instance
+    # 100 prompt and 19 written output tokens are 14 full blocks.
+    assert second.accounting.local_hit_tokens == 112
+    assert second.accounting.remote_hit_tokens == 32
+    assert second.accounting.computed_tokens == 6
+
+
+def test_the_same_prompt_elsewhere_is_pulled_from_the_decode_instance(service: Any) -> None:
+    service.add("d0", "decode")
+    service.add("d1", "decode")
+
+    async def both(router: Router) -> list[Served]:
+        tokens = prompt(3, 64)
+        return [
+            await router.serve(
+                ask(place, tokens), route=Route(decode=InstanceId(place), prefill=None)
+            )
+            for place in ("d0", "d1")
+        ]
+
+    first, second = with_router(service.router(), both)
+    assert first.output_token_ids == second.output_token_ids
+    assert first.accounting.computed_tokens == 64
+    assert second.accounting.remote_hit_tokens == 56
+    require_equal(service, second)
+
+
+def test_many_requests_at_once_stay_equal_under_preemption(service: Any) -> None:
+    service.add("p0", "prefill", num_blocks=40)
+    service.add("d0", "decode", num_blocks=21, token_budget=24)
+    shared = prompt(4, 80)
+
+    async def all_at_once(router: Router) -> list[Served]:
+        requests = [ask(f"r{i}", shared + prompt(10 + i, 5 * i + 1), 24) for i in range(6)]
+        return list(await asyncio.gather(*(router.serve(r) for r in requests)))
+
+    served = with_router(service.router(), all_at_once)
+    require_equal(service, *served)
+    assert sum(s.preemptions for s in served) >= 1
+    for one in served:
+        parts = one.accounting
+        found = parts.local_hit_tokens + parts.remote_hit_tokens
+        assert found + parts.computed_tokens == parts.prompt_tokens
+    wait_until_idle(service)
+
+
+def test_sampling_with_a_seed_does_not_depend_on_where_or_beside_whom(service: Any) -> None:
+    service.add("d0", "decode")
+    service.add("d1", "decode")
+    tokens = prompt(5, 40)
+
+    async def run(router: Router) -> list[tuple[int, ...]]:
+        alone = await router.serve(ask("alone", tokens, 8, temperature=1.0, seed=7))
+        beside = await asyncio.gather(
+            *(
+                router.serve(ask(f"x{i}", tokens, 8, temperature=1.0, seed=seed))
+                for i, seed in enumerate((7, 8, 7))
+            )
+        )
+        return [alone.output_token_ids, *(s.output_token_ids for s in beside)]
+
+    first, again, other, third = with_router(service.router(), run)
+    assert first == again == third
+    assert other != first
+
+
+def test_a_dead_decode_instance_hands_its_requests_to_the_other(service: Any) -> None:
+    service.add("p0", "prefill")
+    service.add("d0", "decode")
+    service.add("d1", "decode")
+
+    async def die_in_the_middle(router: Router) -> Served:
+        served = None
+        count = 0
+        route = Route(decode=InstanceId("d0"), prefill=InstanceId("p0"))
+        async for event in router.stream(ask("a", prompt(6, 70), 30), route=route):
+            count += 1
+            if count == 5:
+                service.engines["d0"].die()
+            if isinstance(event, Served):
+                served = event
+        assert served is not None
+        return served
+
+    served = with_router(service.router(), die_in_the_middle)
+    assert served.decode_instance == "d1"
+    assert len(served.output_token_ids) == 30
+    require_equal(service, served)
+    assert [i.info.instance_id for i in describe(service).instances] == ["p0", "d1"]
+
+
+def test_the_last_decode_instances_death_is_an_error_that_names_it(service: Any) -> None:
+    service.add("p0", "prefill")
+    service.add("d0", "decode")
+
+    async def die(router: Router) -> None:
+        async for _ in router.stream(ask("a", prompt(6, 70), 200)):
+            service.engines["d0"].die()
+
+    with pytest.raises(InstanceDiedError, match="d0"):
+        with_router(service.router(), die)
+
+
+def test_a_dead_prefill_instance_only_costs_time(service: Any) -> None:
+    service.add("p0", "prefill")
+    service.add("d0", "decode")
+    service.engines["p0"].die()
+    served = with_router(service.router(), lambda r: r.serve(ask("a", prompt(7, 60))))
+    assert served.prefill_instance is None
+    assert served.accounting.computed_tokens == 60
+    require_equal(service, served)
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once(service: Any) -> None:
+    service.add("d0", "decode", num_blocks=10)
+    with pytest.raises(NeverFitsError) as refused:
+        with_router(service.router(), lambda r: r.serve(ask("a", prompt(8, 100))))
+    assert refused.value.given == {"needed_blocks": 15, "have_blocks": 10}
+
+
+def test_a_prompt_beyond_the_models_limit_is_refused_at_once(service: Any) -> None:
+    service.add("d0", "decode", num_blocks=2000)
+    with pytest.raises(PromptTooLongError, match="max_model_len=8192"):
+        with_router(service.router(), lambda r: r.serve(ask("a", prompt(8, 8191))))
+
+
+def test_a_rank_with_another_hash_seed_is_refused_showing_both_roots(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.add("d0", "decode")
+    monkeypatch.setenv("PYTHONHASHSEED", "42")
+    with pytest.raises(SchemeMismatchError) as refused:
+        service.add("d1", "decode")
+    # Roots of sha256_cbor for "42" and "0", as real vLLM computes them.
+    assert refused.value.given["none_hash"].startswith("9fa6eb003f14425e")
+    assert refused.value.allowed["none_hash"].startswith("4e1195df020de59e")
+
+
+def test_leaving_a_stream_early_aborts_the_request(service: Any) -> None:
+    service.add("d0", "decode")
+
+    async def leave(router: Router) -> None:
+        stream = router.stream(ask("a", prompt(9, 30), 500))
+        async for _ in stream:
+            break
+        await stream.aclose()
+
+    with_router(service.router(), leave)
+    description = wait_until_idle(service)
+    assert description.instances[0].num_used_blocks == 0

@@ -1,0 +1,300 @@
+"""The engine's queues against the real coordinator service, without model or threads."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvferry.cluster.serving.requests import EngineRequest, Finished, Output
+from kvferry.cluster.serving.scheduler import Limits, Policy, Scheduler, Work, require_fits
+from kvferry.coordinator.invariants import check
+from kvferry.coordinator.service import CoordinatorService
+from kvferry.proto.errors import ConfigError, NeverFitsError, PromptTooLongError
+from kvferry.proto.hashing import make_scheme
+from kvferry.proto.identity import GroupSpec, Identity
+from kvferry.proto.ids import Epoch, Incarnation, InstanceId, RequestId
+from kvferry.proto.layout import Layout
+from kvferry.proto.messages import InstanceInfo, LoadResult, RegisterInstance, Role, StepReply
+from kvferry.worker.model.sampling import SamplingParams
+
+BLOCK = 4
+SCHEME = make_scheme(seed="0", hash_block_tokens=BLOCK)
+IDENTITY = Identity(
+    model="m",
+    weight_version="1",
+    weight_dtype="float32",
+    kv_dtype="float32",
+    kv_scales="",
+    rope="",
+    num_layers=1,
+    num_kv_heads=1,
+    head_size=2,
+    groups=(GroupSpec(kind="full", layers=(0,)),),
+)
+EOS = 99
+
+
+def limits(num_blocks: int = 20, **changes: object) -> Limits:
+    values: dict[str, object] = {
+        "num_blocks": num_blocks,
+        "block_tokens": BLOCK,
+        "max_model_len": 64,
+        "token_budget": 16,
+        "max_running": 8,
+    }
+    return Limits(**(values | changes))  # type: ignore[arg-type]
+
+
+def request(
+    name: str,
+    prompt: range,
+    max_tokens: int = 3,
+    *,
+    prefill_only: bool = False,
+    priority: int = 0,
+    arrival: int = 0,
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=RequestId(name),
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        prefill_only=prefill_only,
+        priority=priority,
+        arrival=arrival,
+    )
+
+
+@dataclass
+class Rig:
+    """Schedulers of several instances and the service they ask; tokens come from a counter."""
+
+    service: CoordinatorService = field(
+        default_factory=lambda: CoordinatorService(scheme=SCHEME, epoch=Epoch(1))
+    )
+    schedulers: dict[str, Scheduler] = field(default_factory=dict)
+    outputs: list[Output] = field(default_factory=list)
+    calls: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    tokens: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1000))
+
+    def add_instance(self, name: str, role: Role = "decode", **changes: object) -> Scheduler:
+        bounds = limits(**changes)  # type: ignore[arg-type]
+        info = InstanceInfo(
+            instance_id=InstanceId(name),
+            role=role,
+            incarnation=Incarnation(1),
+            identity=IDENTITY,
+            scheme=SCHEME,
+            layout=Layout(block_tokens=BLOCK),
+            num_blocks=bounds.num_blocks,
+            address=f"{name}:1",
+            max_model_len=bounds.max_model_len,
+            rank_pids=(1,),
+            version="0",
+        )
+        self.service.handle(RegisterInstance(call_id=name, info=info), 0.0)
+        scheduler = Scheduler(limits=bounds, scheme=SCHEME, eos_token_ids=frozenset({EOS}))
+        self.schedulers[name] = scheduler
+        return scheduler
+
+    def ask(self, name: str) -> Work:
+        step = self.schedulers[name].build_step(
+            call_id=str(next(self.calls)),
+            epoch=Epoch(1),
+            instance_id=InstanceId(name),
+            incarnation=Incarnation(1),
+        )
+        reply, _ = self.service.handle(step, 0.0)
+        assert isinstance(reply, StepReply)
+        check(self.service)
+        return self.schedulers[name].apply(reply)
+
+    def step(self, name: str, token: int | None = None) -> Work:
+        """One step with every run computed; sampled tokens are `token` or never seen before."""
+        work = self.ask(name)
+        sampled = {
+            run.request.request_id: next(self.tokens) if token is None else token
+            for run in work.runs
+            if run.sample
+        }
+        self.schedulers[name].computed(sampled)
+        self.outputs += self.schedulers[name].take_outputs()
+        return work
+
+    def finished(self, name: str) -> Finished:
+        return next(o.finished for o in self.outputs if o.request_id == name and o.finished)
+
+    def run_until_idle(self, name: str, at_most: int = 100) -> None:
+        for _ in range(at_most):
+            if not self.schedulers[name].has_work():
+                return
+            self.step(name)
+        raise AssertionError("the engine never became idle")
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_a_long_prompt_runs_in_chunks_of_the_budget_and_samples_only_at_its_end(rig: Rig) -> None:
+    scheduler = rig.add_instance("d")
+    scheduler.add(request("r", range(40)))
+    chunks = [rig.step("d").runs[0] for _ in range(4)]
+    assert [(run.start_position, len(run.token_ids), run.sample) for run in chunks] == [
+        (0, 16, False),
+        (16, 16, False),
+        (32, 8, True),
+        (40, 1, True),
+    ]
+
+
+def test_a_request_ends_after_max_tokens_and_gives_all_blocks_back(rig: Rig) -> None:
+    scheduler = rig.add_instance("d")
+    scheduler.add(request("r", range(10), max_tokens=3))
+    rig.run_until_idle("d")
+    finished = rig.finished("r")
+    assert finished.reason == "length"
+    assert finished.accounting.computed_tokens == 10
+    assert sum(len(o.token_ids) for o in rig.outputs) == 3
+    assert rig.service.state.instances[InstanceId("d")].manager.pool.num_free_blocks == 19
+
+
+def test_an_end_token_ends_a_request(rig: Rig) -> None:
+    rig.add_instance("d").add(request("r", range(5), max_tokens=10))
+    rig.step("d", token=EOS)
+    assert rig.finished("r").reason == "stop"
+
+
+def test_the_second_of_two_equal_prompts_hits_all_but_the_last_block(rig: Rig) -> None:
+    scheduler = rig.add_instance("d")
+    scheduler.add(request("a", range(12)))
+    rig.run_until_idle("d")
+    scheduler.add(request("b", range(12)))
+    rig.run_until_idle("d")
+    accounting = rig.finished("b").accounting
+    assert (accounting.local_hit_tokens, accounting.computed_tokens) == (8, 4)
+
+
+def test_a_prefill_stops_at_the_last_full_block_short_of_the_last_token(rig: Rig) -> None:
+    scheduler = rig.add_instance("p", "prefill")
+    scheduler.add(request("r", range(12), prefill_only=True))
+    work = rig.step("p")
+    assert [len(run.token_ids) for run in work.runs] == [8]
+    assert rig.finished("r").reason == "prefilled"
+
+
+def test_a_prefill_of_less_than_a_block_has_nothing_to_do(rig: Rig) -> None:
+    rig.add_instance("p", "prefill").add(request("r", range(4), prefill_only=True))
+    rig.step("p")
+    assert rig.finished("r").reason == "prefilled"
+
+
+def test_a_prefix_held_by_a_peer_is_loaded_and_counted_as_remote(rig: Rig) -> None:
+    rig.add_instance("p", "prefill").add(request("at-p", range(14), prefill_only=True))
+    rig.run_until_idle("p")
+    decode = rig.add_instance("d")
+    decode.add(request("r", range(14)))
+    (order,) = rig.step("d").loads
+    assert order.load.source.instance_id == "p"
+    assert len(order.hashes) == 3
+    result = LoadResult(request_id=RequestId("r"), num_computed_tokens=12)
+    decode.load_ended(result, pulled_bytes=300)
+    rig.run_until_idle("d")
+    finished = rig.finished("r")
+    accounting = finished.accounting
+    assert (accounting.remote_hit_tokens, accounting.computed_tokens) == (12, 2)
+    assert finished.pulled_bytes == 300
+
+
+def test_what_a_failed_load_left_out_is_computed(rig: Rig) -> None:
+    rig.add_instance("p", "prefill").add(request("at-p", range(14), prefill_only=True))
+    rig.run_until_idle("p")
+    decode = rig.add_instance("d")
+    decode.add(request("r", range(14)))
+    rig.step("d")
+    failed = LoadResult(request_id=RequestId("r"), num_computed_tokens=4, error="peer died")
+    decode.load_ended(failed, pulled_bytes=100)
+    rig.run_until_idle("d")
+    accounting = rig.finished("r").accounting
+    assert (accounting.remote_hit_tokens, accounting.computed_tokens) == (4, 10)
+
+
+def test_a_preempted_request_finishes_and_its_prompt_is_counted_once(rig: Rig) -> None:
+    scheduler = rig.add_instance("d", num_blocks=7)
+    scheduler.add(request("a", range(8), max_tokens=9))
+    scheduler.add(request("b", range(100, 108), max_tokens=9))
+    rig.run_until_idle("d")
+    a, b = rig.finished("a"), rig.finished("b")
+    assert (a.preemptions, b.preemptions) == (0, 1)
+    for finished in (a, b):
+        parts = finished.accounting
+        assert parts.local_hit_tokens + parts.remote_hit_tokens + parts.computed_tokens == 8
+    assert sum(len(o.token_ids) for o in rig.outputs) == 18
+
+
+@pytest.mark.parametrize(("policy", "victim"), [("fcfs", "b"), ("priority", "a")])
+def test_the_policy_chooses_the_victim(rig: Rig, policy: Policy, victim: str) -> None:
+    scheduler = rig.add_instance("d", num_blocks=7, policy=policy)
+    scheduler.add(request("a", range(8), max_tokens=9, priority=1, arrival=0))
+    scheduler.add(request("b", range(100, 108), max_tokens=9, priority=0, arrival=1))
+    rig.run_until_idle("d")
+    assert [name for name in "ab" if rig.finished(name).preemptions] == [victim]
+
+
+def test_aborting_frees_a_running_request_and_forgets_a_waiting_one(rig: Rig) -> None:
+    scheduler = rig.add_instance("d", max_running=1)
+    scheduler.add(request("a", range(8), max_tokens=9))
+    scheduler.add(request("b", range(8), max_tokens=9))
+    rig.step("d")
+    assert scheduler.abort(RequestId("a")) is None
+    assert scheduler.abort(RequestId("b")) is None
+    assert scheduler.abort(RequestId("unknown")) is None
+    rig.run_until_idle("d")
+    assert rig.finished("a").reason == rig.finished("b").reason == "aborted"
+    assert rig.service.state.instances[InstanceId("d")].manager.pool.num_free_blocks == 19
+
+
+def test_aborting_during_a_load_waits_for_its_writer(rig: Rig) -> None:
+    rig.add_instance("p", "prefill").add(request("at-p", range(14), prefill_only=True))
+    rig.run_until_idle("p")
+    decode = rig.add_instance("d")
+    decode.add(request("r", range(14)))
+    rig.step("d")
+    pool = rig.service.state.instances[InstanceId("d")].manager.pool
+    assert decode.abort(RequestId("r")) == "r"
+    assert pool.num_free_blocks == 16
+    decode.load_ended(LoadResult(request_id=RequestId("r"), num_computed_tokens=0), 0)
+    rig.run_until_idle("d")
+    assert rig.finished("r").reason == "aborted"
+    assert pool.num_free_blocks == 19
+
+
+def test_a_moved_request_goes_on_after_its_last_token(rig: Rig) -> None:
+    scheduler = rig.add_instance("d")
+    moved = EngineRequest(
+        request_id=RequestId("r"),
+        prompt_token_ids=tuple(range(6)),
+        output_token_ids=(7, 8),
+        sampling=SamplingParams(max_tokens=3),
+    )
+    scheduler.add(moved)
+    rig.run_until_idle("d")
+    assert [len(o.token_ids) for o in rig.outputs if o.token_ids] == [1]
+    assert rig.finished("r").accounting.computed_tokens == 6
+
+
+def test_a_request_larger_than_the_pool_is_refused_with_both_numbers() -> None:
+    with pytest.raises(NeverFitsError) as refused:
+        require_fits(request("r", range(20), max_tokens=5), limits(num_blocks=6))
+    assert refused.value.given == {"needed_blocks": 7, "have_blocks": 6}
+    require_fits(request("r", range(20), max_tokens=5), limits(num_blocks=7))
+
+
+def test_a_prompt_beyond_the_models_limit_is_refused() -> None:
+    with pytest.raises(PromptTooLongError, match="max_model_len=64"):
+        require_fits(request("r", range(62), max_tokens=3), limits())
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        require_fits(request("r", range(0)), limits())
