@@ -21,7 +21,7 @@ venv: $(STAMP)  ## Make .venv with all that the demo and development need.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python of 3.11 or later found; set PYTHON=..." >&2; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --no-deps --extra-index-url $(TORCH_INDEX) -c constraints.txt torch
+	$(BIN)/pip install --timeout 15 --retries 1 --no-deps --extra-index-url $(TORCH_INDEX) -c constraints.txt torch
 	$(BIN)/pip install -c constraints.txt -e '.[demo,dev]'
 	@touch $@
 

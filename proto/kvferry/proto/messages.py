@@ -217,7 +217,7 @@ class StepReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Locate:
-    """Who holds the longest prefix of `hashes` under this identity?"""
+    """Ask who holds the longest prefix of `hashes` under this identity."""
 
     identity_digest: bytes
     hashes: tuple[BlockHash, ...]
