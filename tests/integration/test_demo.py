@@ -17,6 +17,12 @@ from typing import Any
 import psutil
 import pytest
 
+from kvferry.cluster.demo.conversation import PromptWriter, plan_turns
+from kvferry.cluster.demo.plan import longest_requests, min_num_blocks
+from kvferry.cluster.serving.scheduler import Limits
+from kvferry.worker.model.loading import inspect_model
+from kvferry.worker.model.sampling import SamplingParams
+
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
 RANK_LINE = re.compile(r"(\S+) \((prefill|decode)\) at (\S+): rank 0 pid (\d+)")
@@ -168,14 +174,26 @@ def test_the_death_of_the_only_decode_rank_is_told_within_30_s_naming_it(
     demo.assert_nothing_left()
 
 
-def test_a_small_pool_preempts_and_stays_equal(start_demo: StartDemo) -> None:
-    demo = start_demo("--max-tokens", "64", "--decode", "1", "--num-blocks", "94")
+def test_a_small_pool_preempts_and_stays_equal(start_demo: StartDemo, tiny_model: Path) -> None:
+    smallest = smallest_pool(tiny_model, max_tokens=64)
+    num_blocks = str(smallest + 4)
+    demo = start_demo("--max-tokens", "64", "--decode", "1", "--num-blocks", num_blocks)
     demo.pid_of("decode-0")
     code, result = demo.end()
     assert code == 0, "".join(demo.lines)
-    assert result["summary"]["min_num_blocks"] <= 94
+    assert result["summary"]["min_num_blocks"] == smallest
     assert result["summary"]["preemptions"] >= 1
     assert result["summary"]["equal"] == 8
+
+
+def smallest_pool(model: Path, *, max_tokens: int) -> int:
+    facts = inspect_model(str(model))
+    writer = PromptWriter(facts.tokenizer, facts.eos_token_ids)
+    longest = longest_requests(plan_turns(8), writer, SamplingParams(max_tokens=max_tokens))
+    limits = Limits(
+        num_blocks=2, block_tokens=16, max_model_len=8192, token_budget=256, max_running=16
+    )
+    return min_num_blocks(tuple(longest), limits)
 
 
 def test_a_pool_below_the_minimum_is_refused_before_anything_starts(

@@ -1,0 +1,59 @@
+"""Exit codes, and what goes to stdout and stderr, where nothing needs to be started."""
+
+import json
+
+import pytest
+
+from kvferry.cluster import cli
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "kind"),
+    [
+        ("--num-blocks", "1", "ConfigError"),
+        ("--num-blocks", "3.5", "BadInputError"),
+        ("--num-blocks", "x", "BadInputError"),
+        ("--block-tokens", "0", "ConfigError"),
+        ("--prefill", "0", "ConfigError"),
+        ("--decode", "-1", "ConfigError"),
+        ("--requests", "0", "ConfigError"),
+        ("--max-tokens", "0", "ConfigError"),
+        ("--temperature", "-1", "ConfigError"),
+        ("--hash-seed", "abc", "ConfigError"),
+        ("--hash-seed", "random", "ConfigError"),
+        ("--hash-seed", "4294967296", "ConfigError"),
+        ("--port", "65536", "ConfigError"),
+        ("--bind", "0.0.0.0", "InsecureBindError"),
+        ("--bind", "example.org", "InsecureBindError"),
+        ("--unknown", "1", "BadInputError"),
+    ],
+)
+def test_a_bad_option_ends_with_2_and_one_json_object(
+    capsys: pytest.CaptureFixture[str], option: str, value: str, kind: str
+) -> None:
+    code, out, err = run(capsys, "demo", "--json", option, value)
+    assert code == 2
+    error = json.loads(out)["error"]
+    assert error["type"] == kind
+    assert set(error) == {"type", "message", "given", "allowed"}
+    assert "error: " in err
+
+
+def test_without_json_nothing_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "demo", "--num-blocks", "1")
+    assert (code, out) == (2, "")
+    assert err == "error: num_blocks must be an integer of at least 2; given: 1; allowed: >= 2\n"
+
+
+def test_the_version_and_the_examples_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version")[:2] == (0, "kvferry 0.1.0\n")
+    code, out, _ = run(capsys, "demo", "--help")
+    assert code == 0
+    assert "kvferry demo --address auto" in out

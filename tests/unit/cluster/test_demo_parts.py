@@ -1,0 +1,132 @@
+"""The demo's prompts, its plan and its report."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from kvferry.cluster.demo.conversation import PromptWriter, plan_turns
+from kvferry.cluster.demo.plan import longest_requests, min_num_blocks, require_all_fit
+from kvferry.cluster.demo.report import DemoResult, summary
+from kvferry.cluster.demo.serve import ExtraTimings
+from kvferry.cluster.serving.requests import Accounting, EngineRequest
+from kvferry.cluster.serving.router import Served
+from kvferry.cluster.serving.scheduler import Limits
+from kvferry.proto.errors import NeverFitsError
+from kvferry.proto.ids import InstanceId, RequestId
+from kvferry.worker.model.reference import Comparison
+from kvferry.worker.model.sampling import SamplingParams
+
+EOS = 0
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(params=["plain", "chat"])
+def writer(request: pytest.FixtureRequest, tiny_model: Path) -> PromptWriter:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = TEMPLATE if request.param == "chat" else None
+    return PromptWriter(tokenizer, (EOS,))
+
+
+def test_requests_are_dealt_over_three_sessions() -> None:
+    turns = plan_turns(8)
+    assert [turn.session for turn in turns] == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert len({turn.request_id for turn in turns}) == 8
+
+
+def test_sessions_share_the_document_and_the_extra_prompt_does_not(writer: PromptWriter) -> None:
+    first, second = writer.first_turn("What is this?"), writer.first_turn("Who may use it?")
+    shared = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    assert shared > 1000
+    extra = writer.extra_prompt()
+    assert len(extra) > 1000
+    assert next(i for i, (a, b) in enumerate(zip(first, extra, strict=False)) if a != b) < 16
+
+
+def test_a_later_turn_begins_with_the_earlier_one_and_its_answer(writer: PromptWriter) -> None:
+    prompt, answer = writer.first_turn("What is this?"), (65, 66)
+    later = writer.next_turn(prompt, (*answer, EOS), "And why?")
+    assert later[: len(prompt) + 2] == prompt + answer
+    assert later[len(prompt) + 2] != EOS
+    assert len(later) == writer.longest_next_turn(len(prompt), 2, "And why?")
+
+
+def test_the_plan_knows_the_smallest_pool(writer: PromptWriter) -> None:
+    def limits(num_blocks: int) -> Limits:
+        return Limits(
+            num_blocks=num_blocks,
+            block_tokens=16,
+            max_model_len=8192,
+            token_budget=16,
+            max_running=4,
+        )
+
+    requests = tuple(longest_requests(plan_turns(4), writer, SamplingParams(max_tokens=20)))
+    needed = min_num_blocks(requests, limits(2))
+    longest = max(len(r.prompt_token_ids) for r in requests) + 19
+    assert needed == -(-longest // 16) + 1
+    require_all_fit(requests, limits(needed))
+    with pytest.raises(NeverFitsError) as refused:
+        require_all_fit(requests, limits(needed - 1))
+    assert refused.value.given == {"needed_blocks": needed, "have_blocks": needed - 1}
+
+
+def served(accounting: Accounting) -> Served:
+    return Served(
+        request=EngineRequest(
+            request_id=RequestId("r"),
+            prompt_token_ids=(1,) * accounting.prompt_tokens,
+            sampling=SamplingParams(),
+        ),
+        output_token_ids=(5, 6),
+        finish_reason="length",
+        accounting=accounting,
+        prefill_computed_tokens=8,
+        pulled_bytes=640,
+        preemptions=1,
+        ttft_s=0.5,
+        prefill_instance=None,
+        decode_instance=InstanceId("d0"),
+    )
+
+
+def result(
+    *, equal: bool = True, computed: int = 2, extra: ExtraTimings | None = None
+) -> DemoResult:
+    accounting = Accounting(
+        prompt_tokens=10, local_hit_tokens=0, remote_hit_tokens=8, computed_tokens=computed
+    )
+    return DemoResult(
+        instances=(),
+        turns=plan_turns(1),
+        served=(served(accounting),),
+        comparisons=(Comparison(equal=equal, near_ties=0, first_difference=None, min_gap=1.0),),
+        extra=extra,
+        min_num_blocks=4,
+    )
+
+
+def test_a_run_is_good_when_all_is_equal_and_every_token_accounted_for() -> None:
+    assert result().ok
+    assert not result(equal=False).ok
+    assert not result(computed=1).ok
+
+
+def test_the_summary_adds_up_and_leaves_untaken_times_open() -> None:
+    assert summary(result()) == {
+        "equal": 1,
+        "total": 1,
+        "near_ties": 0,
+        "remote_hit_tokens": 8,
+        "pulled_bytes": 640,
+        "preemptions": 1,
+        "min_num_blocks": 4,
+        "ttft_pulled_s": None,
+        "ttft_recomputed_s": None,
+        "ttft_ratio": None,
+    }
+    timed = summary(result(extra=ExtraTimings(pulled_s=0.5, recomputed_s=2.0)))
+    assert timed["ttft_ratio"] == 0.25
