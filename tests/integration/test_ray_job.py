@@ -142,9 +142,7 @@ def head() -> Iterator[Head]:
         )
     try:
         head = Head(process, f"http://127.0.0.1:{dashboard}", environment)
-        poll(
-            head.answers, timeout_s=60, what=lambda: (folder / "ray-start.log").read_text("utf-8")
-        )
+        poll(head.answers, timeout_s=60, what=lambda: (folder / "ray-start.log").read_text("utf-8"))
         yield head
     finally:
         end_family(process)
@@ -153,9 +151,7 @@ def head() -> Iterator[Head]:
 
 def test_a_job_serves_and_every_output_is_equal(head: Head, tiny_model: Path) -> None:
     head.submit("good", "--requests", "8", "--max-tokens", "8", "--model", str(tiny_model))
-    poll(
-        lambda: head.status("good") in TERMINAL, timeout_s=120, what=lambda: head.logs("good")
-    )
+    poll(lambda: head.status("good") in TERMINAL, timeout_s=120, what=lambda: head.logs("good"))
     logs = head.logs("good")
     assert head.status("good") == "SUCCEEDED", logs
     # A job's stdout and stderr are one text; the result is the only line that is an object.

@@ -12,6 +12,7 @@ from kvferry.cluster.serving.requests import EngineRequest
 from kvferry.cluster.serving.router import Router, Served
 from kvferry.cluster.serving.routing import Route
 from kvferry.proto.errors import (
+    ConfigError,
     InstanceDiedError,
     NeverFitsError,
     PromptTooLongError,
@@ -234,6 +235,25 @@ def test_a_rank_with_another_hash_seed_is_refused_showing_both_roots(
     # Roots of sha256_cbor for "42" and "0", as real vLLM computes them.
     assert refused.value.given["none_hash"].startswith("9fa6eb003f14425e")
     assert refused.value.allowed["none_hash"].startswith("4e1195df020de59e")
+
+
+def test_a_second_request_of_an_id_in_flight_is_refused_and_the_first_goes_on(service: Any) -> None:
+    service.add("d0", "decode")
+
+    async def twice(router: Router) -> Served:
+        request = ask("same", prompt(9, 30), 40)
+        events: list[int | Served] = []
+        async for event in router.stream(request):
+            if not events:
+                with pytest.raises(ConfigError, match="in flight"):
+                    await router.serve(request)
+            events.append(event)
+        served = events[-1]
+        assert isinstance(served, Served)
+        return served
+
+    served = with_router(service.router(), twice)
+    assert len(served.output_token_ids) == 40
 
 
 def test_leaving_a_stream_early_aborts_the_request(service: Any) -> None:

@@ -14,10 +14,10 @@ from typing import Protocol
 
 from kvferry.cluster.ports import CoordinatorPort
 from kvferry.cluster.serving.outbox import Outbox
-from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
+from kvferry.cluster.serving.requests import EngineRequest, Output, OutputBatch
 from kvferry.cluster.serving.scheduler import Limits, LoadOrder, Scheduler, require_fits
 from kvferry.cluster.serving.sequence import Run
-from kvferry.proto.errors import KvferryError
+from kvferry.proto.errors import ConfigError, KvferryError
 from kvferry.proto.ids import (
     BlockHash,
     BlockId,
@@ -104,6 +104,7 @@ class Engine:
         self._loads_ended: deque[tuple[LoadResult, int]] = deque()
         self._cancels: dict[RequestId, threading.Event] = {}
         self._stopping = False
+        self._in_flight: set[RequestId] = set()
         self._num_steps = 0
         self._loaders = ThreadPoolExecutor(MAX_PARALLEL_LOADS, thread_name_prefix="kvferry-load")
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
@@ -116,16 +117,28 @@ class Engine:
         """Queue a request.
 
         Raises:
-            ConfigError, PromptTooLongError, NeverFitsError: it can never run here.
+            ConfigError, PromptTooLongError, NeverFitsError: it can never run here, or its id is
+                that of a request in flight.
             InstanceDiedError: the loop has failed.
         """
         require_fits(request, self._limits)
         self._outbox.require_alive()
-        self._post(request)
+        with self._wake:
+            if request.request_id in self._in_flight:
+                raise ConfigError(
+                    "a request of this id is in flight",
+                    given=request.request_id,
+                    allowed="an id of its own",
+                )
+            self._in_flight.add(request.request_id)
+            self._inbox.append(request)
+            self._wake.notify_all()
 
     def abort(self, request_id: RequestId) -> None:
         """End a request early; unknown ids are ignored."""
-        self._post(request_id)
+        with self._wake:
+            self._inbox.append(request_id)
+            self._wake.notify_all()
 
     def outputs(self, since_seq: int, wait_s: float) -> OutputBatch:
         """Return news from `since_seq` on, waiting up to `wait_s`; earlier news is forgotten."""
@@ -142,11 +155,6 @@ class Engine:
         self._loaders.shutdown(wait=False, cancel_futures=True)
 
     # ---------------------------------------------------------------------------------------------
-
-    def _post(self, item: EngineRequest | RequestId) -> None:
-        with self._wake:
-            self._inbox.append(item)
-            self._wake.notify_all()
 
     def _run(self) -> None:
         try:
@@ -183,9 +191,14 @@ class Engine:
             self._loaders.submit(self._load, order, self._cancels[order.load.request_id])
         sampled = self._forward(work.runs) if work.runs else {}
         self._mover.written(self._scheduler.computed(sampled))
-        self._outbox.put(self._scheduler.take_outputs())
+        self._publish(self._scheduler.take_outputs())
         if not work.runs and not work.loads:
             self._pause(NOTHING_FITS_PAUSE_S)
+
+    def _publish(self, outputs: tuple[Output, ...]) -> None:
+        with self._wake:
+            self._in_flight -= {o.request_id for o in outputs if o.finished is not None}
+        self._outbox.put(outputs)
 
     def _ask_coordinator(self) -> StepReply:
         self._num_steps += 1

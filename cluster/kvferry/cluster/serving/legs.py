@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvferry.cluster.ports import AsyncCoordinatorPort, EnginePort
 from kvferry.cluster.serving.requests import EngineRequest, Output
-from kvferry.proto.errors import DeadlineError, InstanceDiedError, KvferryError
+from kvferry.proto.errors import ConfigError, DeadlineError, InstanceDiedError, KvferryError
 from kvferry.proto.ids import Incarnation, InstanceId, RequestId
 from kvferry.proto.messages import RemoveInstance
 
@@ -84,11 +84,17 @@ class Legs:
             deadline: on the monotonic clock.
 
         Raises:
-            BadInputError: the request can never run there.
+            BadInputError: the request can never run there, or its id is in flight there.
             InstanceDiedError: the engine died before the request finished.
             DeadlineError: not finished by the deadline.
         """
         self._require_alive(instance_id)
+        if request.request_id in self._news[instance_id]:
+            raise ConfigError(
+                f"a request of this id is in flight on {instance_id}",
+                given=request.request_id,
+                allowed="an id of its own",
+            )
         news: asyncio.Queue[News] = asyncio.Queue()
         self._news[instance_id][request.request_id] = news
         finished = False
