@@ -74,7 +74,3 @@ def test_threads_do_not_share_a_staging_buffer() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-def test_a_gpu_asks_ray_for_one() -> None:
-    assert open_device("cuda:0").num_gpus == 1

@@ -79,7 +79,8 @@ def _print_error(plain: dict[str, Any], text: str, *, as_json: bool) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    # Python's own way out, which an event loop turns into an orderly cancellation.
+    signal.raise_signal(signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """What a service is made of: frozen settings, checked when built, units in their names."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvferry.proto.bind import require_safe_bind
+from kvferry.proto.bind import is_loopback, require_safe_bind
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.scheme import Algorithm, KeyFormat
 
@@ -75,9 +76,13 @@ class ServiceConfig:
         _at_least(self, 2, "num_blocks")
         if not 0 <= self.port <= MAX_PORT:
             raise ConfigError("port out of range", given=self.port, allowed=f"0 to {MAX_PORT}")
-        if self.start_timeout_s <= 0:
-            raise ConfigError("start_timeout_s must be positive", given=self.start_timeout_s)
-        if not (self.hash_seed == "random" or self.hash_seed.isdecimal()):
+        if not 0 < self.start_timeout_s < math.inf:
+            raise ConfigError(
+                "start_timeout_s must be positive and finite",
+                given=self.start_timeout_s,
+                allowed="> 0, in seconds",
+            )
+        if not (self.hash_seed == "random" or _is_decimal(self.hash_seed)):
             # CPython itself refuses to start with anything else.
             raise ConfigError(
                 "not a PYTHONHASHSEED", given=self.hash_seed, allowed="0 to 4294967295"
@@ -95,14 +100,33 @@ class ServiceConfig:
         return replace(self, model=model)
 
     @property
-    def gpus_per_rank(self) -> int:
-        """GPUs that each rank asks Ray for."""
-        return 0 if self.device == "cpu" else 1
-
-    @property
     def num_instances(self) -> int:
         """Instances of all roles."""
         return self.num_prefill + self.num_decode
+
+
+def require_reachable_bind(bind: str, node_hosts: frozenset[str]) -> None:
+    """Refuse loopback servers in a cluster of several machines: their peers cannot reach them.
+
+    Args:
+        bind: host that the gRPC servers listen on.
+        node_hosts: addresses of the cluster's nodes; nodes on one machine share one.
+
+    Raises:
+        ConfigError: showing the bind and all addresses.
+    """
+    if len(node_hosts) < 2 or not is_loopback(bind):
+        return
+    raise ConfigError(
+        "the cluster has nodes at several addresses, and what listens on loopback is reached from "
+        "none but its own",
+        given={"bind": bind, "nodes": sorted(node_hosts)},
+        allowed="--bind 0.0.0.0 --insecure (on a private network), or a cluster of one machine",
+    )
+
+
+def _is_decimal(text: str) -> bool:
+    return text.isascii() and text.isdecimal()  # other scripts have digits too
 
 
 def _at_least(config: ServiceConfig, smallest: int, *names: str) -> None:

@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import ray
@@ -17,7 +18,6 @@ from kvferry.proto.errors import ResourcesError, UnavailableError
 
 ray_api: Any = ray  # parts of Ray's interface are not typed
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; blocks never pass through it
-LOOPBACK = "127.0.0.1"
 
 
 def connect(address: str, *, num_ranks: int, namespace: str) -> None:
@@ -33,7 +33,6 @@ def connect(address: str, *, num_ranks: int, namespace: str) -> None:
             num_cpus=max(num_ranks, 1),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address=LOOPBACK,
         )
         return
     try:
@@ -69,27 +68,33 @@ def node_host() -> str:
     return host
 
 
-def reserve_bundle(resources: dict[str, float], *, who: str, timeout_s: float) -> PlacementGroup:
+def node_hosts() -> frozenset[str]:
+    """Return the addresses of the cluster's live nodes."""
+    return frozenset(node["NodeManagerAddress"] for node in ray_api.nodes() if node["Alive"])
+
+
+def reserve_bundle(
+    resources: dict[str, float], *, name: str, who: str, timeout_s: float
+) -> PlacementGroup:
     """Return a placement group of one bundle, or say why there is none.
 
     Raises:
         ResourcesError: naming what was asked, what the cluster has, and Ray's state of the group.
     """
-    group: PlacementGroup = placement_group([resources], strategy="STRICT_PACK", name=who)
+    group: PlacementGroup = placement_group([resources], strategy="STRICT_PACK", name=name)
     if group.wait(timeout_s):
         return group
     state = placement_group_table(group)["stats"]["scheduling_state"]
     remove_placement_group(group)
     raise ResourcesError(
-        f"{who} could not be placed within {timeout_s:g} s ({state})",
-        given=resources,
+        f"{who} could not be placed within {timeout_s:.1f} s ({state})",
+        given=_amounts(resources, resources),
         allowed={
-            "total": _shown(ray_api.cluster_resources()),
-            "free": _shown(ray_api.available_resources()),
+            "total": _amounts(ray_api.cluster_resources(), resources),
+            "free": _amounts(ray_api.available_resources(), resources),
         },
     )
 
 
-def _shown(resources: dict[str, float]) -> str:
-    names = [name for name in sorted(resources) if ":" not in name]
-    return ", ".join(f"{name} {resources[name]:g}" for name in names) or "nothing"
+def _amounts(resources: dict[str, float], names: Iterable[str]) -> str:
+    return ", ".join(f"{name} {resources.get(name, 0.0):g}" for name in sorted(names))

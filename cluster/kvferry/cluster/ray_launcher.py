@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvferry.cluster import naming, ray_cluster
-from kvferry.cluster.config import ServiceConfig
+from kvferry.cluster.config import ServiceConfig, require_reachable_bind
 from kvferry.cluster.ray_handles import RayAsyncCoordinator, RayCoordinator, RayEngine, get
 from kvferry.cluster.serving.legs import EngineLink
 from kvferry.cluster.serving.rank_actor import RankActor, RankSettings
@@ -32,13 +32,18 @@ from kvferry.proto.identity import Identity
 from kvferry.proto.ids import Epoch, InstanceId
 from kvferry.proto.messages import InstanceInfo, Role
 from kvferry.proto.scheme import HashScheme
+from kvferry.worker.device import gpus_per_process
 
 log = logging.getLogger(__name__)
 
 remote: Any = ray.remote  # its types know neither concurrency groups nor max_concurrency
 RANK_THREADS = 8
 COORDINATOR_START_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 1.0
+"""Time for the ranks, and then for the coordinator, to stop by themselves before they are killed.
+
+Twice this and leaving Ray must fit into the 3 s that `ray job stop` gives.
+"""
 
 Progress = Callable[[str], None]
 
@@ -57,6 +62,7 @@ class RayService:
     def __init__(self, config: ServiceConfig, identity: Identity) -> None:
         self.config = config
         self.identity = identity
+        self._service_id = naming.new_service_id()
         self.scheme: HashScheme = make_scheme(
             seed=config.hash_seed,
             hash_block_tokens=config.block_tokens,
@@ -108,10 +114,12 @@ class RayService:
 
         Raises:
             ResourcesError: the cluster cannot place an instance.
+            ConfigError: the servers would listen where other nodes cannot reach them.
             PortTakenError, ModelError, MismatchError, ConfigError: as the actors raised them.
             DeadlineError: not ready within the start timeout.
         """
         deadline = time.monotonic() + self.config.start_timeout_s
+        require_reachable_bind(self.config.bind, ray_cluster.node_hosts())
         progress("starting the coordinator")
         coordinator = self._start_coordinator()
         roles: list[tuple[Role, int]] = [("prefill", i) for i in range(self.config.num_prefill)]
@@ -121,12 +129,8 @@ class RayService:
             self._place_rank(role, index, share, deadline)
         progress(f"starting {len(roles)} instances: loading the model in each")
         port = RayCoordinator(coordinator)
-        starting: dict[InstanceId, Any] = {
-            i: rank.start.remote(port) for i, rank in self._ranks.items()
-        }
-        self.instances = tuple(
-            self._launched(instance_id, ref, deadline) for instance_id, ref in starting.items()
-        )
+        starting = {rank.start.remote(port): i for i, rank in self._ranks.items()}
+        self.instances = self._all_started(starting, deadline)
 
     def _start_coordinator(self) -> ActorHandle[Any]:
         config = self.config
@@ -134,7 +138,7 @@ class RayService:
             num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups={"health": 1}
         )(CoordinatorActor)
         self._coordinator = actor.options(
-            name=naming.COORDINATOR_NAME, runtime_env=self._environment(1)
+            name=naming.coordinator_name(self._service_id), runtime_env=self._environment(1)
         ).remote(scheme=self.scheme, epoch=Epoch(1), expected_identity=self.identity)
         front = functools.partial(
             ControlServer, bind=config.bind, port=config.port, insecure=config.insecure
@@ -142,16 +146,19 @@ class RayService:
         ref: Any = self._coordinator.start.remote(front=front)
         get(ref, timeout_s=COORDINATOR_START_TIMEOUT_S, who="the coordinator")
         address = self._coordinator.front_address.remote()
-        self.control_address = get(address, timeout_s=STOP_TIMEOUT_S, who="the coordinator")
+        self.control_address = get(
+            address, timeout_s=COORDINATOR_START_TIMEOUT_S, who="the coordinator"
+        )
         return self._coordinator
 
     def _place_rank(self, role: Role, index: int, share: float, deadline: float) -> None:
         config = self.config
         instance_id = InstanceId(f"{role}-{index}")
-        gpus = config.gpus_per_rank
+        gpus = gpus_per_process(config.device)
         resources = {"CPU": share} | ({"GPU": float(gpus)} if gpus else {})
         group = ray_cluster.reserve_bundle(
             resources,
+            name=naming.group_name(self._service_id, instance_id),
             who=f"instance {instance_id}",
             timeout_s=max(deadline - time.monotonic(), 0.1),
         )
@@ -165,7 +172,7 @@ class RayService:
         )(RankActor)
         threads = max(1, (os.cpu_count() or 1) // config.num_instances)
         self._ranks[instance_id] = actor.options(
-            name=naming.rank_name(instance_id, 0),
+            name=naming.rank_name(self._service_id, instance_id, 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             runtime_env=self._environment(threads),
         ).remote(self._rank_settings(role, instance_id), ray_cluster.node_host)
@@ -200,16 +207,29 @@ class RayService:
             }
         }
 
-    def _launched(self, instance_id: InstanceId, ref: Any, deadline: float) -> Launched:
-        timeout_s = max(deadline - time.monotonic(), 0.1)
-        try:
-            info = get(ref, timeout_s=timeout_s, who=f"instance {instance_id}")
-        except DeadlineError as error:
-            raise DeadlineError(
-                f"instance {instance_id} was not ready in time",
-                given=f"{self.config.start_timeout_s:g} s",
-            ) from error
-        engine = RayEngine(self._ranks[instance_id], instance_id)
+    def _all_started(
+        self, starting: dict[Any, InstanceId], deadline: float
+    ) -> tuple[Launched, ...]:
+        """Return all instances, or raise with the first that fails, whichever it is."""
+        infos: dict[InstanceId, InstanceInfo] = {}
+        left: list[Any] = list(starting)
+        while left:
+            done, left = ray.wait(left, timeout=max(deadline - time.monotonic(), 0.1))
+            if not done:
+                raise DeadlineError(
+                    "not all instances were ready in time",
+                    given=sorted(starting[ref] for ref in left),
+                    allowed=f"{self.config.start_timeout_s:g} s",
+                )
+            for ref in done:
+                instance_id = starting[ref]
+                infos[instance_id] = get(
+                    ref, timeout_s=STOP_TIMEOUT_S, who=f"instance {instance_id}"
+                )
+        return tuple(self._launched(infos[instance_id]) for instance_id in self._ranks)
+
+    def _launched(self, info: InstanceInfo) -> Launched:
+        engine = RayEngine(self._ranks[info.instance_id], info.instance_id)
         return Launched(info=info, link=EngineLink(engine=engine, incarnation=info.incarnation))
 
 

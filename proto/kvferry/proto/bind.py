@@ -13,7 +13,7 @@ def require_safe_bind(host: str, insecure: bool) -> None:
     Raises:
         InsecureBindError: `host` is not loopback and `insecure` is False.
     """
-    if not insecure and not _is_loopback(host):
+    if not insecure and not is_loopback(host):
         raise InsecureBindError(
             "listening beyond loopback lets anyone on the network read and write cached blocks",
             given=host,
@@ -21,7 +21,8 @@ def require_safe_bind(host: str, insecure: bool) -> None:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches what listens on `host`."""
     if host == "localhost":
         return True
     try:

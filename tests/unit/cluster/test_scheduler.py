@@ -10,11 +10,19 @@ from kvferry.cluster.serving.scheduler import Limits, Policy, Scheduler, Work, r
 from kvferry.coordinator.invariants import check
 from kvferry.coordinator.service import CoordinatorService
 from kvferry.proto.errors import ConfigError, NeverFitsError, PromptTooLongError
-from kvferry.proto.hashing import make_scheme
+from kvferry.proto.hashing import hash_tokens, make_scheme
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import Epoch, Incarnation, InstanceId, RequestId
 from kvferry.proto.layout import Layout
-from kvferry.proto.messages import InstanceInfo, LoadResult, RegisterInstance, Role, StepReply
+from kvferry.proto.messages import (
+    InstanceInfo,
+    LoadResult,
+    Locate,
+    Located,
+    RegisterInstance,
+    Role,
+    StepReply,
+)
 from kvferry.worker.model.sampling import SamplingParams
 
 BLOCK = 4
@@ -162,6 +170,7 @@ def test_a_request_ends_after_max_tokens_and_gives_all_blocks_back(rig: Rig) -> 
 def test_an_end_token_ends_a_request(rig: Rig) -> None:
     rig.add_instance("d").add(request("r", range(5), max_tokens=10))
     rig.step("d", token=EOS)
+    rig.run_until_idle("d")
     assert rig.finished("r").reason == "stop"
 
 
@@ -180,7 +189,22 @@ def test_a_prefill_stops_at_the_last_full_block_short_of_the_last_token(rig: Rig
     scheduler.add(request("r", range(12), prefill_only=True))
     work = rig.step("p")
     assert [len(run.token_ids) for run in work.runs] == [8]
+    rig.run_until_idle("p")
     assert rig.finished("r").reason == "prefilled"
+
+
+def test_an_end_is_told_only_after_the_coordinator_has_taken_the_release(rig: Rig) -> None:
+    # Whoever reads "prefilled" sends the request on to an instance that looks for its blocks.
+    rig.add_instance("p", "prefill").add(request("r", range(12), prefill_only=True))
+    rig.step("p")
+    assert rig.outputs == []
+    rig.step("p")
+    assert rig.finished("r").reason == "prefilled"
+    located, _ = rig.service.handle(
+        Locate(identity_digest=IDENTITY.digest(), hashes=hash_tokens(SCHEME, range(8))), 0.0
+    )
+    assert isinstance(located, Located)
+    assert [holder.num_blocks for holder in located.holders] == [2]
 
 
 def test_a_prefill_of_less_than_a_block_has_nothing_to_do(rig: Rig) -> None:

@@ -4,7 +4,7 @@ import torch
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.ids import BlockId
 from kvferry.worker.block_io import gather, scatter
-from kvferry.worker.device import open_device
+from kvferry.worker.device import gpus_per_process, open_device
 from kvferry.worker.frames import Place
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.slot_mapping import slots
@@ -114,5 +114,5 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_count() -> None:
         open_device("cuda:99")
 
 
-def test_the_cpu_asks_ray_for_no_gpu() -> None:
-    assert open_device("cpu").num_gpus == 0
+def test_a_process_asks_for_a_gpu_unless_it_runs_on_the_cpu() -> None:
+    assert [gpus_per_process(name) for name in ("cpu", "cuda", "cuda:0")] == [0, 1, 1]

@@ -32,10 +32,6 @@ class Device(Protocol):
     def name(self) -> str:
         """The torch name, e.g. "cpu" or "cuda:0"."""
 
-    @property
-    def num_gpus(self) -> int:
-        """GPUs that a process using this device asks Ray for."""
-
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return a zeroed uint8 tensor of shape [num_bytes] on the device."""
 
@@ -54,6 +50,11 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait until all work queued on the device has ended."""
+
+
+def gpus_per_process(name: str) -> int:
+    """Return how many GPUs a process on the device of this name asks its cluster for."""
+    return 0 if name == CpuDevice.name else 1
 
 
 def open_device(name: str) -> Device:
@@ -79,7 +80,6 @@ class CpuDevice:
     """Host memory. Pieces are their own host bytes, so a read costs nothing."""
 
     name = "cpu"
-    num_gpus = 0
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return a zeroed uint8 tensor of shape [num_bytes]."""
@@ -106,8 +106,6 @@ class CpuDevice:
 
 class CudaDevice:
     """One GPU. Copies go through pinned memory on a stream of their own (not run on a GPU yet)."""
-
-    num_gpus = 1
 
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"

@@ -106,8 +106,10 @@ class RankActor:
         scheme = scheme_of_this_process(settings)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         loaded = load_model(settings.model, dtype=settings.dtype)
+        device = open_device(settings.device)
+        torch.nn.Module.to(loaded.model, device.name)
         memory = KvMemory(
-            open_device(settings.device),
+            device,
             num_blocks=settings.num_blocks,
             block_tokens=settings.block_tokens,
             num_layers=loaded.num_layers,

@@ -135,7 +135,11 @@ class Scheduler:
         self._load_results: list[LoadResult] = []
         self._releases: list[Release] = []
         self._runs: list[tuple[Sequence, Scheduled]] = []
-        self._finished: list[Output] = []
+        self._outputs: list[Output] = []
+        # A request is reported as finished once the coordinator has taken its release: whoever
+        # reads that goes on to look for its blocks elsewhere.
+        self._ending: list[Output] = []
+        self._ending_in_step: list[Output] = []
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -146,7 +150,7 @@ class Scheduler:
         require_fits(request, self._limits)
         sequence = Sequence(request, self._scheme, self._limits.block_tokens)
         if sequence.target_tokens == 0:  # a prefill of less than one full block
-            self._announce(sequence, "prefilled")
+            self._outputs.append(_end_of(sequence, "prefilled"))
             return
         self._waiting.append(sequence)
         self._sort()
@@ -165,7 +169,7 @@ class Scheduler:
         for sequence in list(self._waiting):
             if sequence.request_id == request_id:
                 self._waiting.remove(sequence)
-                self._announce(sequence, "aborted")
+                self._outputs.append(_end_of(sequence, "aborted"))
         return None
 
     def load_ended(self, result: LoadResult, pulled_bytes: int) -> None:
@@ -189,12 +193,8 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Return whether a step could change anything now."""
-        reports = self._progress or self._load_results or self._releases or self._finished
+        reports = self._progress or self._load_results or self._releases or self._outputs
         return bool(self._waiting or self._running or reports)
-
-    def num_loading(self) -> int:
-        """Return the number of loads in flight."""
-        return len(self._loading)
 
     def build_step(
         self, *, call_id: str, epoch: Epoch, instance_id: InstanceId, incarnation: Incarnation
@@ -217,10 +217,13 @@ class Scheduler:
             token_budget=self._limits.token_budget,
         )
         self._load_results, self._progress, self._releases = [], [], []
+        self._ending_in_step, self._ending = self._ending, []
         return step
 
     def apply(self, reply: StepReply) -> Work:
         """Move requests as the coordinator decided; return what to do now."""
+        self._outputs += self._ending_in_step
+        self._ending_in_step = []
         reused: list[BlockId] = []
         for request_id in reply.preempted:
             self._preempt(request_id)
@@ -267,7 +270,7 @@ class Scheduler:
             token = sampled.get(sequence.request_id)
             if token is not None:
                 sequence.append(token)
-                self._finished.append(Output(request_id=sequence.request_id, token_ids=(token,)))
+                self._outputs.append(Output(request_id=sequence.request_id, token_ids=(token,)))
             self._progress.append(sequence.progress())
             self._end_if_done(sequence, token)
         self._runs = []
@@ -275,7 +278,7 @@ class Scheduler:
 
     def take_outputs(self) -> tuple[Output, ...]:
         """Return the news since the last call."""
-        outputs, self._finished = tuple(self._finished), []
+        outputs, self._outputs = tuple(self._outputs), []
         return outputs
 
     # ---------------------------------------------------------------------------------------------
@@ -347,18 +350,19 @@ class Scheduler:
         self._releases.append(
             Release(request_id=sequence.request_id, handoff=reason == "prefilled")
         )
-        self._announce(sequence, reason)
-
-    def _announce(self, sequence: Sequence, reason: FinishReason) -> None:
-        finished = Finished(
-            reason=reason,
-            accounting=sequence.accounting(),
-            pulled_bytes=sequence.pulled_bytes,
-            preemptions=sequence.preemptions,
-        )
-        self._finished.append(Output(request_id=sequence.request_id, finished=finished))
+        self._ending.append(_end_of(sequence, reason))
 
     def _sort(self) -> None:
         if self._limits.policy == "priority":
             self._running.sort(key=Sequence.rank)
             self._waiting = deque(sorted(self._waiting, key=Sequence.rank))
+
+
+def _end_of(sequence: Sequence, reason: FinishReason) -> Output:
+    finished = Finished(
+        reason=reason,
+        accounting=sequence.accounting(),
+        pulled_bytes=sequence.pulled_bytes,
+        preemptions=sequence.preemptions,
+    )
+    return Output(request_id=sequence.request_id, finished=finished)

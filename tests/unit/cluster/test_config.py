@@ -1,0 +1,94 @@
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvferry.cluster.config import ServiceConfig, require_reachable_bind
+from kvferry.proto.errors import ConfigError, InsecureBindError
+
+CONFIG = ServiceConfig(model="some/model")
+
+
+@pytest.mark.parametrize(
+    ("name", "smallest"),
+    [
+        ("num_prefill", 1),
+        ("num_decode", 1),
+        ("block_tokens", 1),
+        ("token_budget", 1),
+        ("max_running", 1),
+        ("num_blocks", 2),
+    ],
+)
+@pytest.mark.parametrize("as_given", [lambda n: n - 1, float, str, lambda _: True])
+def test_a_size_is_an_integer_from_its_smallest_on(name: str, smallest: int, as_given: Any) -> None:
+    changes: dict[str, Any] = {name: smallest}
+    assert getattr(replace(CONFIG, **changes), name) == smallest
+    changes[name] = given = as_given(smallest)
+    with pytest.raises(ConfigError, match=f"^{name} must be an integer") as caught:
+        replace(CONFIG, **changes)
+    assert (caught.value.given, caught.value.allowed) == (given, f">= {smallest}")
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_out_of_range_is_refused(port: int) -> None:
+    with pytest.raises(ConfigError, match="port out of range") as caught:
+        replace(CONFIG, port=port)
+    assert (caught.value.given, caught.value.allowed) == (port, "0 to 65535")
+
+
+@pytest.mark.parametrize("port", [0, 65535])
+def test_the_ports_at_the_ends_are_accepted(port: int) -> None:
+    assert replace(CONFIG, port=port).port == port
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_start_timeout_that_never_or_always_ends_is_refused(timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match="start_timeout_s must be positive and finite") as caught:
+        replace(CONFIG, start_timeout_s=timeout_s)
+    assert caught.value.given is timeout_s
+
+
+@pytest.mark.parametrize("seed", ["", "-1", "1.5", "0x1", "random", "4294967296", "1 ", "\u0663"])
+def test_a_hash_seed_that_python_or_a_second_process_would_not_take_is_refused(seed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(CONFIG, hash_seed=seed)
+    assert (caught.value.given, caught.value.allowed) == (seed, "0 to 4294967295")
+
+
+@pytest.mark.parametrize("seed", ["0", "42", "4294967295"])
+def test_a_hash_seed_that_python_takes_is_accepted(seed: str) -> None:
+    assert replace(CONFIG, hash_seed=seed).hash_seed == seed
+
+
+def test_a_bind_beyond_loopback_needs_to_be_asked_for() -> None:
+    with pytest.raises(InsecureBindError) as caught:
+        replace(CONFIG, bind="0.0.0.0")
+    assert caught.value.given == "0.0.0.0"
+    assert replace(CONFIG, bind="0.0.0.0", insecure=True).bind == "0.0.0.0"
+
+
+def test_instances_are_those_of_all_roles() -> None:
+    assert replace(CONFIG, num_prefill=2, num_decode=3).num_instances == 5
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1", "localhost", "::1", "127.0.0.5"])
+def test_loopback_is_refused_when_nodes_have_several_addresses(bind: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape("given: bind=" + bind)) as caught:
+        require_reachable_bind(bind, frozenset({"10.0.0.2", "10.0.0.1"}))
+    assert caught.value.given == {"bind": bind, "nodes": ["10.0.0.1", "10.0.0.2"]}
+
+
+@pytest.mark.parametrize(
+    ("bind", "hosts"),
+    [
+        ("127.0.0.1", {"10.0.0.1"}),
+        ("127.0.0.1", set()),
+        ("0.0.0.0", {"10.0.0.1", "10.0.0.2"}),
+        ("::", {"10.0.0.1", "10.0.0.2"}),
+        ("10.0.0.1", {"10.0.0.1", "10.0.0.2"}),
+    ],
+)
+def test_one_address_or_a_bind_beyond_loopback_is_reachable(bind: str, hosts: set[str]) -> None:
+    require_reachable_bind(bind, frozenset(hosts))
