@@ -207,25 +207,37 @@ def test_a_pool_below_the_minimum_is_refused_before_anything_starts(
     assert not any("Ray" in line for line in demo.lines)
 
 
-def test_a_taken_port_is_refused_and_nothing_is_left(start_demo: StartDemo) -> None:
+def test_a_taken_port_is_refused_before_anything_starts(start_demo: StartDemo) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         demo = start_demo("--port", str(taken.getsockname()[1]))
-        demo.wait_for(lambda line: "coordinator" in line)
         code, result = demo.end()
     assert code == 2
     assert result["error"]["type"] == "PortTakenError"
-    demo.assert_nothing_left()
+    assert not any("Ray" in line for line in demo.lines)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_ends_with_130_and_leaves_nothing(
-    start_demo: StartDemo, number: signal.Signals
+def test_an_address_where_no_cluster_listens_is_told_within_seconds(start_demo: StartDemo) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        demo = start_demo("--address", f"127.0.0.1:{nobody.getsockname()[1]}")
+        code, result = demo.end(timeout_s=60)
+    assert code == 1
+    assert result["error"]["type"] == "UnavailableError"
+
+
+@pytest.mark.parametrize(
+    ("number", "phase"), [(signal.SIGINT, "control front"), (signal.SIGTERM, "checking")]
+)
+def test_an_interrupted_run_ends_with_130_says_so_and_leaves_nothing(
+    start_demo: StartDemo, number: signal.Signals, phase: str
 ) -> None:
-    demo = start_demo("--max-tokens", "500")
-    demo.pid_of("decode-1")
+    demo = start_demo("--max-tokens", "60", "--decode", "1")
+    demo.pid_of("decode-0")
+    demo.wait_for(lambda line: phase in line)
     demo.process.send_signal(number)
-    code, _ = demo.end(timeout_s=30)
+    code, result = demo.end(timeout_s=30)
     assert code == 130
+    assert result["error"]["type"] == "Interrupted"
     demo.assert_nothing_left()

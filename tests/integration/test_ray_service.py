@@ -52,9 +52,8 @@ def cluster() -> Iterator[None]:
     """One Ray cluster for the file; authentication is set, not left to the machine's history."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        ray_cluster.connect("local", num_ranks=4, namespace=naming.new_namespace())
-        yield
-        ray_cluster.disconnect()
+        with ray_cluster.connected("local", num_ranks=4, namespace=naming.new_namespace()):
+            yield
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ Exit codes: 0 good; 1 the run failed or outputs differ; 2 bad input; 130 interru
 
 import json
 import logging
+import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -66,8 +67,11 @@ def _run(words: list[str]) -> int:
         _print_error(bad.to_json(), str(bad), as_json="--json" in words)
         return bad.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        code = EXIT_INTERRUPTED
+    if code == EXIT_INTERRUPTED:  # typer turns most interrupts into this code itself
+        stopped = KvferryError("interrupted")
+        plain = stopped.to_json() | {"type": "Interrupted"}
+        _print_error(plain, str(stopped), as_json="--json" in words)
     return code if isinstance(code, int) else 0
 
 
@@ -75,7 +79,14 @@ def _print_error(plain: dict[str, Any], text: str, *, as_json: bool) -> None:
     if text:  # empty when only the help was asked for
         print(f"error: {text}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"error": plain}, default=str))
+        print(
+            json.dumps({"error": {key: _finite(item) for key, item in plain.items()}}, default=str)
+        )
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for NaN and infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -10,6 +10,7 @@ from kvferry.proto.scheme import Algorithm, KeyFormat
 
 Policy = Literal["fcfs", "priority"]
 MAX_PORT = 65535
+MAX_DIGITS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +83,18 @@ class ServiceConfig:
                 given=self.start_timeout_s,
                 allowed="> 0, in seconds",
             )
-        if not (self.hash_seed == "random" or _is_decimal(self.hash_seed)):
-            # CPython itself refuses to start with anything else.
+        if not (_is_decimal(self.hash_seed) and int(self.hash_seed) < 1 << 32):
+            # "random" would give every process another root.
             raise ConfigError(
-                "not a PYTHONHASHSEED", given=self.hash_seed, allowed="0 to 4294967295"
-            )
-        if self.hash_seed == "random" or int(self.hash_seed) >= 1 << 32:
-            raise ConfigError(
-                "the hash seed must be a number, the same in every process",
+                "not a PYTHONHASHSEED that processes can share",
                 given=self.hash_seed,
                 allowed="0 to 4294967295",
+            )
+        if not _is_ray_address(self.ray_address):
+            raise ConfigError(
+                "not the address of a Ray cluster",
+                given=self.ray_address,
+                allowed="local, auto or host:port",
             )
         require_safe_bind(self.bind, self.insecure)
 
@@ -126,7 +129,14 @@ def require_reachable_bind(bind: str, node_hosts: frozenset[str]) -> None:
 
 
 def _is_decimal(text: str) -> bool:
-    return text.isascii() and text.isdecimal()  # other scripts have digits too
+    # Other scripts have digits too, and Python refuses to convert thousands of them.
+    return text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
+
+
+def _is_ray_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    is_place = bool(host) and _is_decimal(port) and 0 < int(port) <= MAX_PORT
+    return text in ("local", "auto") or (is_place and "/" not in host)
 
 
 def _at_least(config: ServiceConfig, smallest: int, *names: str) -> None:

@@ -1,9 +1,11 @@
 """Starting or joining a Ray cluster, and leaving nothing of ours behind."""
 
+import contextlib
 import logging
-import signal
-import threading
-from collections.abc import Iterable
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import ray
@@ -14,27 +16,59 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from kvferry.proto.errors import ResourcesError, UnavailableError
+from kvferry.cluster.signals import handlers_kept, interrupts_held
+from kvferry.proto.errors import BadInputError, ResourcesError, UnavailableError
+
+log = logging.getLogger(__name__)
 
 ray_api: Any = ray  # parts of Ray's interface are not typed
+CONNECT_TIMEOUT_S = 5.0
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum is 75 MiB; blocks never pass through it
 
 
-def connect(address: str, *, num_ranks: int, namespace: str) -> None:
-    """Start a local Ray cluster (`local`) or join a running one.
+@contextlib.contextmanager
+def connected(address: str, *, num_ranks: int, namespace: str) -> Iterator[None]:
+    """Join a running Ray cluster, or run a local one inside for an address of `local`.
+
+    A local cluster's files are removed with it, unless the body ended with an error that is
+    kvferry's or Ray's: then they are kept for their logs, and the log says where.
 
     Raises:
         UnavailableError: no cluster answers at the address.
     """
-    if address == "local":
+    if address != "local":
+        _join(address, namespace)
+        try:
+            yield
+        finally:
+            _disconnect()
+        return
+    folder = tempfile.mkdtemp(prefix="kvferry-ray-")
+    try:
         _init(
             address="local",
             namespace=namespace,
             num_cpus=max(num_ranks, 1),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=folder,
         )
-        return
+        yield
+    except BadInputError:
+        raise
+    except Exception:
+        log.warning("Ray's logs are kept in %s", folder)
+        folder = ""
+        raise
+    finally:
+        with interrupts_held():
+            _disconnect()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _join(address: str, namespace: str) -> None:
+    if address != "auto":
+        _require_listener(address)
     try:
         _init(address=address, namespace=namespace)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -43,17 +77,29 @@ def connect(address: str, *, num_ranks: int, namespace: str) -> None:
         ) from None
 
 
+def _require_listener(address: str) -> None:
+    # Ray itself would try for minutes, and cannot be interrupted meanwhile.
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise UnavailableError(
+            f"nothing listens there: {error}", given=address, allowed="a Ray head's host:port"
+        ) from None
+
+
 def _init(**options: Any) -> None:
     # Ray puts a handler of its own on SIGTERM, which would leave without our clean-up.
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    ray.init(log_to_driver=False, configure_logging=True, logging_level=logging.ERROR, **options)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_sigterm)
+    with handlers_kept():
+        ray.init(
+            log_to_driver=False, configure_logging=True, logging_level=logging.ERROR, **options
+        )
 
 
-def disconnect() -> None:
-    """Leave the cluster; one that `connect` started is stopped."""
-    ray.shutdown()
+def _disconnect() -> None:
+    # Ray takes the process's own handler of SIGTERM with it.
+    with handlers_kept():
+        ray.shutdown()
 
 
 def cpu_share(num_ranks: int) -> float:

@@ -1,6 +1,7 @@
 """Coordinator and engines behind Ray actor handles; Ray's errors become kvferry's own."""
 
 import asyncio
+import re
 from typing import Any
 
 import ray
@@ -16,6 +17,8 @@ from kvferry.proto.errors import (
 )
 from kvferry.proto.ids import InstanceId, RequestId
 from kvferry.proto.messages import Command, Reply
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def get(ref: Any, *, timeout_s: float, who: str) -> Any:
@@ -53,9 +56,17 @@ def translated(error: Exception, *, who: str, timeout_s: float) -> KvferryError:
     if isinstance(error, GetTimeoutError | TimeoutError):
         return DeadlineError(f"{who} did not answer", given=f"{timeout_s:g} s")
     if isinstance(error, RayActorError):
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        return InstanceDiedError(f"the process of {who} is gone ({first_line})", given=who)
+        return InstanceDiedError(f"the process of {who} is gone: {_reason(error)}", given=who)
     return UnavailableError(f"{who} cannot be reached: {error!r}")
+
+
+def _reason(error: RayActorError) -> str:
+    """Return the lines of Ray's report that a person needs: what happened, and the last cause."""
+    plain = _COLOURS.sub("", str(error)).strip()
+    lines = [line.strip() for line in plain.splitlines() if line.strip()]
+    if error.actor_init_failed:
+        return lines[-1]  # the exception that ended the start
+    return lines[0] if lines else repr(error)
 
 
 class RayCoordinator:

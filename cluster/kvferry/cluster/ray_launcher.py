@@ -24,12 +24,14 @@ from kvferry.cluster.config import ServiceConfig, require_reachable_bind
 from kvferry.cluster.ray_handles import RayAsyncCoordinator, RayCoordinator, RayEngine, get
 from kvferry.cluster.serving.legs import EngineLink
 from kvferry.cluster.serving.rank_actor import RankActor, RankSettings
+from kvferry.cluster.signals import interrupts_held
 from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.control_server import ControlServer
 from kvferry.proto.errors import DeadlineError
 from kvferry.proto.hashing import make_scheme
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import Epoch, InstanceId
+from kvferry.proto.listening import require_free
 from kvferry.proto.messages import InstanceInfo, Role
 from kvferry.proto.scheme import HashScheme
 from kvferry.worker.device import gpus_per_process
@@ -94,18 +96,22 @@ class RayService:
 
     def close(self) -> None:
         """Stop engines, then the coordinator, and give all resources back. Repeatable."""
-        for handles in (list(self._ranks.values()), [self._coordinator]):
-            actors = [handle for handle in handles if handle is not None]
-            stopping: list[Any] = [actor.stop.remote() for actor in actors]
-            if stopping:
-                with contextlib.suppress(Exception):  # one that died cannot be asked
-                    ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT_S)
-            for actor in actors:
-                ray.kill(actor)
-        for group in self._groups:
-            with contextlib.suppress(Exception):
-                remove_placement_group(group)
+        with interrupts_held():
+            self._end(list(self._ranks.values()))
+            self._end([self._coordinator] if self._coordinator is not None else [])
+            for group in self._groups:
+                with contextlib.suppress(Exception):
+                    remove_placement_group(group)
         self._ranks, self._groups, self._coordinator = {}, [], None
+
+    def _end(self, actors: list[ActorHandle[Any]]) -> None:
+        """Ask actors to stop, all at once, and kill them after a while."""
+        stopping: list[Any] = [actor.stop.remote() for actor in actors]
+        if stopping:
+            with contextlib.suppress(Exception):  # one that died cannot be asked
+                ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT_S)
+        for actor in actors:
+            ray.kill(actor)
 
     # ---------------------------------------------------------------------------------------------
 
@@ -240,17 +246,20 @@ def running_service(
     """Yield a started `RayService` on the cluster that the config names; leave nothing behind.
 
     Raises:
-        KvferryError: see `RayService.start` and `ray_cluster.connect`.
+        KvferryError: see `RayService.start` and `ray_cluster.connected`.
     """
     local = config.ray_address == "local"
+    if local:
+        require_free(config.bind, config.port)
     progress("starting a local Ray cluster" if local else f"joining Ray at {config.ray_address}")
-    ray_cluster.connect(
-        config.ray_address, num_ranks=config.num_instances, namespace=naming.new_namespace()
-    )
-    try:
-        with RayService(config, identity) as service:
+    with (
+        ray_cluster.connected(
+            config.ray_address, num_ranks=config.num_instances, namespace=naming.new_namespace()
+        ),
+        RayService(config, identity) as service,
+    ):
+        try:
             service.start(progress)
             yield service
-    finally:
-        progress("stopping")
-        ray_cluster.disconnect()
+        finally:
+            progress("stopping")

@@ -87,7 +87,7 @@ class CoordinatorService:
         self._expected_identity = expected_identity
         self._step_lease_s = step_lease_s
         self._check_invariants = check_invariants
-        self._replies: OrderedDict[str, Reply] = OrderedDict()
+        self._replies: OrderedDict[tuple[type, str], tuple[Reply, int]] = OrderedDict()
 
     def handle(self, command: Command, now: float) -> tuple[Reply, tuple[Effect, ...]]:
         """Execute one command at `now` (seconds on any clock that never goes back).
@@ -100,19 +100,39 @@ class CoordinatorService:
 
         """
         expired = self.state.expire(now)
-        call_id: str | None = getattr(command, "call_id", None)
-        reply = self._replies.get(call_id) if call_id is not None else None
+        reply = self._remembered(command)
         if reply is None:
             reply = Done(changed=expired) if isinstance(command, Tick) else self._run(command, now)
-            if call_id is not None:
-                self._remember(call_id, reply)
+            self._remember(command, reply)
         self.state.follow_pools()
         if self._check_invariants:
             invariants.check(self)
         return reply, self.state.take_effects()
 
-    def _remember(self, call_id: str, reply: Reply) -> None:
-        self._replies[call_id] = reply
+    def _remembered(self, command: Command) -> Reply | None:
+        """Return the reply to an earlier call of this kind and id.
+
+        Raises:
+            BadInputError: that call asked for something else.
+
+        """
+        call_id = _call_id(command)
+        if call_id is None or call_id not in self._replies:
+            return None
+        reply, fingerprint = self._replies[call_id]
+        if fingerprint != hash(command):
+            raise BadInputError(
+                "another command of this kind had the same call_id",
+                given=call_id[1],
+                allowed="a new id for a new command, the same id for a repeat",
+            )
+        return reply
+
+    def _remember(self, command: Command, reply: Reply) -> None:
+        call_id = _call_id(command)
+        if call_id is None:
+            return
+        self._replies[call_id] = (reply, hash(command))
         if len(self._replies) > _REMEMBERED_REPLIES:
             self._replies.popitem(last=False)
 
@@ -303,3 +323,9 @@ def _status(instance: Instance) -> InstanceStatus:
         num_cached_blocks=sum(len(blocks) for _, blocks in pool.index_items()),
         num_requests=instance.num_requests,
     )
+
+
+def _call_id(command: Command) -> tuple[type, str] | None:
+    """Return what makes a call unique; commands that change nothing have no id."""
+    call_id: str | None = getattr(command, "call_id", None)
+    return None if call_id is None else (type(command), call_id)

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+import typer
 
-from kvferry.cluster import cli
+from kvferry.cluster import cli, cli_demo
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
@@ -29,6 +30,12 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, s
         ("--hash-seed", "abc", "ConfigError"),
         ("--hash-seed", "random", "ConfigError"),
         ("--hash-seed", "4294967296", "ConfigError"),
+        ("--hash-seed", "1" * 5000, "ConfigError"),
+        ("--hash-seed", "\u0663", "ConfigError"),  # a digit, but not one of CPython's
+        ("--temperature", "nan", "ConfigError"),
+        ("--address", "nowhere", "ConfigError"),
+        ("--address", "ray://127.0.0.1:10001", "ConfigError"),
+        ("--address", "127.0.0.1:70000", "ConfigError"),
         ("--port", "65536", "ConfigError"),
         ("--bind", "0.0.0.0", "InsecureBindError"),
         ("--bind", "example.org", "InsecureBindError"),
@@ -40,7 +47,7 @@ def test_a_bad_option_ends_with_2_and_one_json_object(
 ) -> None:
     code, out, err = run(capsys, "demo", "--json", option, value)
     assert code == 2
-    error = json.loads(out)["error"]
+    error = json.loads(out, parse_constant=pytest.fail)["error"]
     assert error["type"] == kind
     assert set(error) == {"type", "message", "given", "allowed"}
     assert "error: " in err
@@ -57,3 +64,17 @@ def test_the_version_and_the_examples_are_shown(capsys: pytest.CaptureFixture[st
     code, out, _ = run(capsys, "demo", "--help")
     assert code == 0
     assert "kvferry demo --address auto" in out
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), typer.Abort()])
+def test_an_interrupt_ends_with_130_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, raised: BaseException
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(cli_demo, "_run", interrupted)
+    code, out, err = run(capsys, "demo", "--json")
+    assert code == 130
+    assert json.loads(out)["error"]["type"] == "Interrupted"
+    assert "interrupted" in err

@@ -1,18 +1,25 @@
 """The demo's prompts, its plan and its report."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from kvferry.cluster.config import ServiceConfig
 from kvferry.cluster.demo.conversation import PromptWriter, plan_turns
-from kvferry.cluster.demo.plan import longest_requests, min_num_blocks, require_all_fit
+from kvferry.cluster.demo.plan import (
+    longest_requests,
+    min_num_blocks,
+    require_all_fit,
+    require_memory,
+)
 from kvferry.cluster.demo.report import DemoResult, summary
 from kvferry.cluster.demo.serve import ExtraTimings
 from kvferry.cluster.serving.requests import Accounting, EngineRequest
 from kvferry.cluster.serving.router import Served
 from kvferry.cluster.serving.scheduler import Limits
-from kvferry.proto.errors import NeverFitsError
+from kvferry.proto.errors import ConfigError, ModelError, NeverFitsError
 from kvferry.proto.ids import InstanceId, RequestId
 from kvferry.worker.model.reference import Comparison
 from kvferry.worker.model.sampling import SamplingParams
@@ -72,6 +79,28 @@ def test_the_plan_knows_the_smallest_pool(writer: PromptWriter) -> None:
     with pytest.raises(NeverFitsError) as refused:
         require_all_fit(requests, limits(needed - 1))
     assert refused.value.given == {"needed_blocks": needed, "have_blocks": needed - 1}
+
+
+def test_pools_larger_than_this_machine_are_refused_with_the_largest_that_fit() -> None:
+    config = ServiceConfig(model="m", num_blocks=101)
+    require_memory(replace(config, num_blocks=100), block_bytes=10, memory_bytes=3000)
+    with pytest.raises(ConfigError, match="num_blocks <= 100") as refused:
+        require_memory(config, block_bytes=10, memory_bytes=3000)
+    assert refused.value.given == {"kv_bytes": 3030, "memory_bytes": 3000}
+    require_memory(replace(config, ray_address="auto"), block_bytes=10, memory_bytes=3000)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no system role') }}", "{{ 1 / 0 }}", "x"]
+)
+def test_a_chat_template_that_fails_or_drops_answers_is_named(
+    tiny_model: Path, template: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = template
+    writer = PromptWriter(tokenizer, (EOS,))
+    with pytest.raises(ModelError, match="chat template"):
+        writer.next_turn((1,), (2,), "And why?")
 
 
 def served(accounting: Accounting) -> Served:

@@ -293,6 +293,32 @@ def test_aborting_during_a_load_waits_for_its_writer(rig: Rig) -> None:
     assert pool.num_free_blocks == 19
 
 
+def test_an_abort_between_a_cancelled_loads_end_and_its_preemption_is_not_lost(rig: Rig) -> None:
+    rig.add_instance("p", "prefill").add(request("at-p", range(14), prefill_only=True))
+    rig.run_until_idle("p")
+    decode = rig.add_instance("d", num_blocks=6)
+    decode.add(request("a", range(100, 104), max_tokens=8))
+    rig.step("d")
+    decode.add(request("r", range(14), max_tokens=1))
+    cancelled = [rig.step("d").cancel_loads for _ in range(6)]
+    assert ("r",) in cancelled
+    decode.load_ended(LoadResult(request_id=RequestId("r"), num_computed_tokens=0), 0)
+    decode.abort(RequestId("r"))
+    rig.run_until_idle("d")
+    assert rig.finished("r").reason == "aborted"
+    assert rig.finished("a").reason == "length"
+
+
+def test_a_second_request_of_an_id_in_flight_is_refused(rig: Rig) -> None:
+    scheduler = rig.add_instance("d")
+    scheduler.add(request("r", range(8)))
+    with pytest.raises(ConfigError, match="in flight"):
+        scheduler.add(request("r", range(4)))
+    rig.run_until_idle("d")
+    assert rig.finished("r").reason == "length"
+    scheduler.add(request("r", range(4)))
+
+
 def test_a_moved_request_goes_on_after_its_last_token(rig: Rig) -> None:
     scheduler = rig.add_instance("d")
     moved = EngineRequest(

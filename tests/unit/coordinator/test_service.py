@@ -29,6 +29,7 @@ from kvferry.proto.errors import (
 from kvferry.proto.ids import InstanceId, LeaseId
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
+    AcquireLease,
     Done,
     Leased,
     Locate,
@@ -359,6 +360,20 @@ def test_a_refused_command_may_be_sent_again_under_its_id(fleet: Fleet) -> None:
         fleet.send(bad)
     assert fleet.lease("x").lease_id == "lease-1-1"
     assert fleet.ask(bad, Leased).ttl_s == 1.0
+
+
+def test_one_id_serves_one_call_of_each_kind(fleet: Fleet) -> None:
+    fleet.cache("a", "xy")
+    digest = info("a").identity.digest()
+    acquire = AcquireLease(call_id="theirs", identity_digest=digest, hashes=chain("x"), ttl_s=5.0)
+    leased = fleet.ask(acquire, Leased)
+    assert fleet.ask(acquire, Leased) == leased
+    with pytest.raises(BadInputError, match="same call_id; given: theirs"):
+        fleet.send(replace(acquire, hashes=chain("xy")))
+    assert leased.lease_id is not None
+    release = ReleaseLease(call_id="theirs", lease_id=leased.lease_id)
+    assert fleet.ask(release, Done).changed
+    assert fleet.describe().num_leases == 0
 
 
 def test_something_that_is_no_command_is_refused(fleet: Fleet) -> None:

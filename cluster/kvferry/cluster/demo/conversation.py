@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import distribution
 from typing import Any
 
+from kvferry.proto.errors import ModelError
+
 NUM_SESSIONS = 3
 DOCUMENT_TOKENS = 1050
 """The shared document has at least this many tokens."""
@@ -90,12 +92,23 @@ class PromptWriter:
             {"role": "assistant", "content": _ANSWER},
             {"role": "user", "content": question},
         ]
-        return self._render(messages).rsplit(_ANSWER, 1)[1]
+        text = self._render(messages)
+        if _ANSWER not in text:
+            raise ModelError(
+                "the model's chat template drops earlier answers, so no later turn can begin with "
+                "an earlier one",
+                given=text,
+                allowed="a template that keeps every answer as it was given",
+            )
+        return text.rsplit(_ANSWER, 1)[1]
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is a program of the model's author
+            raise ModelError("the model's chat template fails", given=str(error)) from error
         return text
 
     def _encode(self, text: str) -> tuple[int, ...]:

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+from kvferry.cluster.config import ServiceConfig
 from kvferry.cluster.demo.conversation import PromptWriter, Turn
 from kvferry.cluster.serving.requests import EngineRequest
 from kvferry.cluster.serving.scheduler import Limits, require_fits
+from kvferry.proto.errors import ConfigError
 from kvferry.proto.ids import RequestId
 from kvferry.worker.model.sampling import SamplingParams
 
@@ -41,6 +43,26 @@ def require_all_fit(requests: tuple[EngineRequest, ...], limits: Limits) -> None
     """
     for request in sorted(requests, key=limits.needed_blocks, reverse=True):
         require_fits(request, limits)
+
+
+def require_memory(config: ServiceConfig, *, block_bytes: int, memory_bytes: int) -> None:
+    """Refuse pools that this machine's memory cannot hold, when all instances are to run on it.
+
+    Args:
+        config: of the service.
+        block_bytes: bytes of one block over all layers.
+        memory_bytes: of this machine.
+
+    Raises:
+        ConfigError: with the bytes of both.
+    """
+    kv_bytes = config.num_instances * config.num_blocks * block_bytes
+    if config.ray_address == "local" and kv_bytes > memory_bytes:
+        raise ConfigError(
+            f"{config.num_instances} pools of {config.num_blocks} blocks do not fit this machine",
+            given={"kv_bytes": kv_bytes, "memory_bytes": memory_bytes},
+            allowed=f"num_blocks <= {memory_bytes // (config.num_instances * block_bytes)}",
+        )
 
 
 def _of_length(request_id: str, num_tokens: int, sampling: SamplingParams) -> EngineRequest:

@@ -162,12 +162,13 @@ class Legs:
             return
         self._deaths[instance_id] = reason
         log.error("instance %s is dead: %s", instance_id, reason)
+        incarnation = self._engines[instance_id].incarnation
         try:
             await self._coordinator.call(
                 RemoveInstance(
-                    call_id=f"router/remove/{instance_id}",
+                    call_id=f"remove/{instance_id}/{incarnation}",
                     instance_id=instance_id,
-                    incarnation=self._engines[instance_id].incarnation,
+                    incarnation=incarnation,
                     reason=reason,
                 ),
                 timeout_s=CALL_TIMEOUT_S,

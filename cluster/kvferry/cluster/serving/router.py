@@ -6,6 +6,7 @@ leg where that pays, then a decode leg, and another decode leg if the instance d
 
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -106,6 +107,8 @@ class Router:
         self._digest = identity_digest
         self._scheme = scheme
         self._settings = settings
+        # Another router may speak to the same coordinator.
+        self._caller = f"router-{secrets.token_hex(4)}"
         self._call_ids = itertools.count(1)
 
     async def start(self) -> None:
@@ -242,4 +245,4 @@ class Router:
             log.warning("handoff of %s stays open: %s", request_id, error)
 
     def _call_id(self) -> str:
-        return f"router/{next(self._call_ids)}"
+        return f"{self._caller}/{next(self._call_ids)}"

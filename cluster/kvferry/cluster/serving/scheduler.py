@@ -145,9 +145,16 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            ConfigError, PromptTooLongError, NeverFitsError: see `require_fits`.
+            ConfigError, PromptTooLongError, NeverFitsError: see `require_fits`; or a request of
+                this id is here already.
         """
         require_fits(request, self._limits)
+        if request.request_id in self._known_ids():
+            raise ConfigError(
+                "a request of this id is in flight",
+                given=request.request_id,
+                allowed="an id of its own",
+            )
         sequence = Sequence(request, self._scheme, self._limits.block_tokens)
         if sequence.target_tokens == 0:  # a prefill of less than one full block
             self._outputs.append(_end_of(sequence, "prefilled"))
@@ -283,6 +290,10 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------------
 
+    def _known_ids(self) -> set[RequestId]:
+        here = [*self._waiting, *self._running, *self._loading.values()]
+        return {sequence.request_id for sequence in here}
+
     def _ask(self, sequence: Sequence) -> AdmitAsk:
         sequence.num_reported_hashes = len(sequence.chain.hashes)
         return AdmitAsk(
@@ -327,6 +338,9 @@ class Scheduler:
             if sequence is None:
                 return
             self._running.remove(sequence)
+        if sequence.aborted:  # while its cancelled load came to an end
+            self._outputs.append(_end_of(sequence, "aborted"))
+            return
         sequence.reset()
         sequence.preemptions += 1
         self._waiting.appendleft(sequence)

