@@ -20,13 +20,14 @@ venv: $(STAMP)  ## Make .venv with all that the demo and development need.
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python of 3.11 or later found; set PYTHON=..." >&2; exit 2; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --timeout 15 --retries 1 --no-deps --extra-index-url $(TORCH_INDEX) -c constraints.txt torch
-	$(BIN)/pip install -c constraints.txt -e '.[demo,dev]'
+	@echo "making .venv (some minutes the first time)" >&2
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install --timeout 15 --retries 1 --no-deps --extra-index-url $(TORCH_INDEX) -c constraints.txt torch >&2
+	@$(BIN)/pip install -c constraints.txt -e '.[demo,dev]' >&2
 	@touch $@
 
 demo: $(STAMP)  ## Serve a conversation with one prefill and two decode instances; ARGS= is passed on.
-	$(BIN)/kvferry demo $(ARGS)
+	@$(BIN)/kvferry demo $(ARGS)
 
 test: $(STAMP)  ## Run the tests, except those marked `long`.
 	$(BIN)/python -m pytest -m "not long" $(ARGS)
@@ -53,4 +54,4 @@ proto: $(STAMP)  ## Regenerate the protobuf and gRPC code from the .proto files.
 	  --grpc_python_out=$(PROTO_OUT) --mypy_grpc_out=$(PROTO_OUT) proto/kvferry/proto/v1/*.proto
 
 bench: $(STAMP)  ## Time the hash chain against the naive way; prints one JSON object.
-	$(BIN)/python benchmarks/hash_chain.py $(ARGS)
+	@$(BIN)/python benchmarks/hash_chain.py $(ARGS)

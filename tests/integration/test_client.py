@@ -15,6 +15,7 @@ from kvferry.coordinator.control_server import ControlServer
 from kvferry.proto.errors import (
     BadInputError,
     BusyError,
+    DeadlineError,
     IdentityMismatchError,
     MismatchError,
     NotFoundError,
@@ -280,6 +281,28 @@ def test_tensors_that_do_not_fit_are_refused(
         cache.fetch(range(9), layers)
     with pytest.raises(BadInputError, match=message):
         cache.store(range(9), layers)
+
+
+def test_tensors_that_cannot_be_written_to_are_refused_before_anything_is_asked(
+    service: Service, cache: ModelCache, ferry: Ferry
+) -> None:
+    one = torch.zeros(2, 8, 3, 8)
+    assert cache.store(range(8), [one, one]) == 8
+    with pytest.raises(BadInputError, match=r"into\[1\] is the tensor of another layer"):
+        cache.fetch(range(8), [one, one])
+    with pytest.raises(BadInputError, match="into must be a sequence of tensors"):
+        cache.fetch(range(8), into=None)  # type: ignore[arg-type]
+    with pytest.raises(BadInputError, match="not an identity; given: None"):
+        ferry.model(None)  # type: ignore[arg-type]
+    assert service.workers["store-0"].stats().num_fetches == 0
+
+
+def test_time_that_runs_out_inside_a_call_is_a_deadline(cache: ModelCache) -> None:
+    for call in (cache.fetch, cache.store):
+        with pytest.raises(DeadlineError):
+            call(range(8), random_layers(8), timeout_s=1e-9)
+        with pytest.raises(BadInputError, match=r"timeout must be positive.* given: '1'"):
+            call(range(8), random_layers(8), timeout_s="1")  # type: ignore[arg-type]
 
 
 def test_tokens_of_any_integer_kind_are_the_same_and_others_are_refused(cache: ModelCache) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvferry.cluster.client import connect
 from kvferry.cluster.control_client import ControlClient
 from kvferry.coordinator.control_server import SERVICE_NAME, ControlServer
+from kvferry.proto.control_codec import MAX_HASHES
 from kvferry.proto.errors import (
     BadInputError,
     ConfigError,
@@ -42,6 +44,7 @@ from kvferry.proto.messages import (
     Reply,
     Tick,
 )
+from kvferry.proto.v1 import control_pb2 as pb
 
 DIGEST = bytes(32)
 HASHES = (BlockHash(b"a" * 32), BlockHash(b"b" * 32))
@@ -108,6 +111,9 @@ def test_each_command_arrives_as_it_was_and_so_does_its_reply(
         return reply
 
     assert serve(call).call(command) == reply
+    if isinstance(command, AcquireLease | RenewLease | ReleaseLease):
+        # An outsider's ids are marked, so that they never meet an engine's or the router's.
+        command = replace(command, call_id=f"client/{command.call_id}")
     assert arrived == [command]
 
 
@@ -186,16 +192,70 @@ def test_a_coordinator_that_hangs_ends_at_the_calls_own_deadline(serve: Serve) -
     release.set()
 
 
-@pytest.mark.parametrize("address", ["", "localhost", "localhost:", ":7000", "http://a:1", "::1:7"])
+NO_ADDRESSES = ["", "localhost", "localhost:", ":7000", "http://a:1", "::1:7", "a:0", "a:99999"]
+
+
+@pytest.mark.parametrize("address", [*NO_ADDRESSES, "a:1\n", None, 7000, b"a:1"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="not the address of a control front"):
+    with pytest.raises(ConfigError, match="not the address of a control front") as caught:
         connect(address)
+    assert caught.value.given == repr(address)
+    assert caught.value.allowed == "host:port, the port from 1 to 65535"
 
 
-@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "timeout_s", [0.0, -1.0, float("inf"), float("nan"), 301, 10**400, None, "1", True, 1j]
+)
 def test_a_timeout_that_is_none_is_refused(timeout_s: float) -> None:
-    with pytest.raises(ConfigError, match="timeout must be positive"):
+    with pytest.raises(ConfigError, match="timeout must be positive") as caught:
         connect("127.0.0.1:1", timeout_s=timeout_s)
+    assert caught.value.given == repr(timeout_s)
+    assert caught.value.allowed == "seconds, above 0 and up to 300.0"
+
+
+def test_more_hashes_than_one_call_may_have_are_refused_on_both_sides(serve: Serve) -> None:
+    client = serve(lambda _: Located(epoch=Epoch(3), holders=()))
+    most = (BlockHash(b"h" * 16),) * MAX_HASHES
+    assert client.call(Locate(identity_digest=DIGEST, hashes=most))
+    with pytest.raises(BadInputError, match="given: 262145; allowed: at most 262144"):
+        client.call(Locate(identity_digest=DIGEST, hashes=(*most, most[0])))
+
+    hashes = pb.Hashes(data=b"h" * 16 * (MAX_HASHES + 1), hash_bytes=16)
+    request = pb.LocateRequest(identity_digest=DIGEST, hashes=hashes).SerializeToString()
+    with pytest.raises(grpc.RpcError, match="too many hashes in one call; given: 262145") as caught:
+        call_raw(client.address, "Locate", request)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def call_raw(address: str, method: str, request: bytes, timeout_s: float | None = 5.0) -> bytes:
+    with grpc.insecure_channel(address) as channel:
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+        call = channel.unary_unary(f"/{SERVICE_NAME}/{method}")
+        return call(request, timeout=timeout_s)
+
+
+@pytest.mark.parametrize(
+    "method", ["Describe", "Locate", "AcquireLease", "RenewLease", "ReleaseLease"]
+)
+def test_bytes_that_are_no_message_are_the_callers_fault(
+    serve: Serve, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = serve(refusing(AssertionError("reached")))
+    with pytest.raises(grpc.RpcError, match=f"not a {method}Request; given: 2 bytes") as caught:
+        call_raw(client.address, method, b"\xff\xff")
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("timeout_s", [None, 30 * 86_400.0])
+def test_a_call_that_could_hold_a_thread_for_weeks_is_refused(
+    serve: Serve, timeout_s: float | None
+) -> None:
+    client = serve(lambda _: DESCRIPTION)
+    with pytest.raises(grpc.RpcError, match=r"deadline.*; allowed: up to 300.0 s") as caught:
+        call_raw(client.address, "Describe", b"", timeout_s)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert call_raw(client.address, "Describe", b"", 300.0)
 
 
 def test_a_closed_client_says_so(serve: Serve) -> None:

@@ -26,7 +26,7 @@ from kvferry.worker.frames import Place
 from kvferry.worker.pull import PullOutcome
 from kvferry.worker.service import ONLY_GROUP, WorkerService
 from kvferry.worker.transfer_client import TransferClient
-from kvferry.worker.transfer_wire import make_store_ask
+from kvferry.worker.transfer_wire import make_fetch_ask, make_store_ask
 
 PEER = Path(__file__).with_name("transfer_peer.py")
 NUM_BLOCKS = 9
@@ -195,6 +195,34 @@ def test_a_source_that_stalls_is_left_at_the_deadline(host: Host) -> None:
         assert 1.0 < time.monotonic() - started < 8.0
         assert (outcome.num_blocks, outcome.error_type) == (2, "DeadlineError")
         assert_exactly_in_place(worker, 2)
+
+
+@pytest.mark.parametrize("behaviour", ["plain", "stall"])
+def test_a_frozen_source_is_left_long_before_the_deadline(behaviour: str) -> None:
+    with new_host() as frozen, here() as worker:
+        source = frozen.open(behaviour=behaviour)
+        client = TransferClient(stall_s=1.0)
+        freezer = threading.Timer(0.7, frozen.process.send_signal, [signal.SIGSTOP])
+        if behaviour == "plain":
+            client.describe(source, deadline_s=10.0)
+            frozen.process.send_signal(signal.SIGSTOP)
+        else:
+            freezer.start()
+        started = time.monotonic()
+        outcome = client.pull(
+            source,
+            make_fetch_ask(worker.identity, [hash_of(index) for index in range(8)]),
+            memory=worker.memory,
+            block_ids=[destination(worker, position) for position in range(8)],
+            deadline_s=60.0,
+            cancel=threading.Event(),
+        )
+        assert 0.9 < time.monotonic() - started < 8.0
+        assert outcome.num_blocks == (0 if behaviour == "plain" else 2)
+        assert outcome.error_type == "DeadlineError"
+        assert outcome.error == f"{source} sent nothing for too long; allowed: 1.0 s"
+        client.close()
+        freezer.cancel()
 
 
 def test_a_cancel_ends_a_pull_that_waits_and_closes_its_writer(host: Host) -> None:

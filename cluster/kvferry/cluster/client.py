@@ -16,6 +16,7 @@ from typing import Self
 from kvferry.cluster.client_cache import Hit, ModelCache
 from kvferry.cluster.client_lease import Lease
 from kvferry.cluster.control_client import ControlClient
+from kvferry.proto.errors import BadInputError
 from kvferry.proto.identity import Identity, identity_to_plain, require_equal_identities
 from kvferry.proto.messages import Describe, Description
 from kvferry.proto.scheme import HashScheme
@@ -29,7 +30,7 @@ def connect(address: str, *, timeout_s: float = 10.0) -> "Ferry":
 
     Args:
         address: `host:port` of the front.
-        timeout_s: deadline of every call in seconds, unless the call takes its own.
+        timeout_s: deadline of every call in seconds (at most 300), unless the call takes its own.
 
     Raises:
         ConfigError: a malformed address or timeout.
@@ -85,10 +86,15 @@ class Ferry:
         While the service has no instance at all, any identity is taken.
 
         Raises:
+            BadInputError: not an identity.
             IdentityMismatchError: no instance serves it; the fields that differ from the most
                 similar identity are named.
             UnavailableError, DeadlineError: the service does not answer.
         """
+        if not isinstance(identity, Identity):
+            raise BadInputError(
+                "not an identity", given=repr(identity), allowed="a kvferry.proto.identity.Identity"
+            )
         served = self.identities()
         if served and identity not in served:
             wanted = identity_to_plain(identity)

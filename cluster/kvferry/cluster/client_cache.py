@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.cluster.client_lease import Lease, acquire_lease
-from kvferry.cluster.client_staging import Staging, require_layers
-from kvferry.cluster.control_client import ControlClient
-from kvferry.proto.errors import BadInputError, KvferryError, NotFoundError, TransferError
+from kvferry.cluster.client_staging import Staging, require_layers, require_writable
+from kvferry.cluster.control_client import ControlClient, require_timeout
+from kvferry.proto.errors import DeadlineError, KvferryError, NotFoundError, TransferError
 from kvferry.proto.extra_keys import NO_KEYS, RequestKeys
 from kvferry.proto.hashing import hash_tokens
 from kvferry.proto.identity import Identity
@@ -39,7 +39,8 @@ class ModelCache:
 
     `token_ids` may be any sequence of integers, numpy and torch ones included; `keys` names what
     else the content depends on. Every method raises TokenError for tokens that cannot be hashed,
-    and UnavailableError or DeadlineError when the coordinator does not answer.
+    BadInputError for wrong `keys` or more than 262,144 blocks, and UnavailableError or
+    DeadlineError when the coordinator does not answer.
     """
 
     def __init__(
@@ -98,17 +99,20 @@ class ModelCache:
             into: per layer [2, num_tokens, num_kv_heads, head_size] with room for the prompt's
                 full blocks; views are fine.
             keys: what else the content depends on.
-            timeout_s: deadline of the whole fetch in seconds; None takes the connection's.
+            timeout_s: deadline of the whole fetch in seconds, at most 300; None takes the
+                connection's.
 
         Raises:
-            BadInputError: `into` has a wrong number of layers, shape or dtype.
+            BadInputError: `into` has a wrong number of layers, shape or dtype, or cannot be written
+                to; or `timeout_s` is out of range.
         """
+        deadline = _Deadline(self._control.timeout_s if timeout_s is None else timeout_s)
         hashes = self._hashes(token_ids, keys)
         require_layers(into, self.identity, num_tokens=self._num_tokens(hashes), who="into")
+        require_writable(into, who="into")
         if not hashes:
             return 0
-        deadline = _Deadline(self._control.timeout_s if timeout_s is None else timeout_s)
-        with self._lease(hashes, deadline.left_s(), deadline.left_s()) as lease:
+        with self._lease(hashes, deadline.require_s(), deadline.require_s()) as lease:
             return self._pull(lease, hashes[: lease.num_blocks], into, deadline)
 
     def store(
@@ -131,18 +135,20 @@ class ModelCache:
             layers: per layer [2, num_tokens, num_kv_heads, head_size].
             keys: what else the content depends on.
             instance_id: the instance that shall hold it; None lets the client choose.
-            timeout_s: deadline of the whole store in seconds; None takes the connection's.
+            timeout_s: deadline of the whole store in seconds, at most 300; None takes the
+                connection's.
 
         Raises:
-            BadInputError: `layers` has a wrong number of layers, shape or dtype.
+            BadInputError: `layers` has a wrong number of layers, shape or dtype, or no bytes; or
+                `timeout_s` is out of range.
             NotFoundError: no such instance of this identity, or none at all.
             BusyError, MismatchError ...: no instance took a block; the preferred one's refusal.
         """
+        deadline = _Deadline(self._control.timeout_s if timeout_s is None else timeout_s)
         hashes = self._hashes(token_ids, keys)
         require_layers(layers, self.identity, num_tokens=self._num_tokens(hashes), who="layers")
         if not hashes:
             return 0
-        deadline = _Deadline(self._control.timeout_s if timeout_s is None else timeout_s)
         holders = self._holders(hashes, deadline.left_s())
         if instance_id is None and any(one.num_blocks == len(hashes) for one in holders):
             return self._num_tokens(hashes)
@@ -205,7 +211,7 @@ class ModelCache:
 
             def keep() -> int:
                 lease = self._lease(
-                    hashes, deadline.left_s(), deadline.left_s(), target.instance_id
+                    hashes, deadline.require_s(), deadline.require_s(), target.instance_id
                 )
                 return leases.enter_context(lease).num_blocks
 
@@ -267,15 +273,23 @@ class _Deadline:
     """A moment after which nothing is waited for."""
 
     def __init__(self, timeout_s: float) -> None:
-        if not 0 < timeout_s < float("inf"):
-            raise BadInputError(
-                "timeout_s must be a positive number", given=timeout_s, allowed="> 0 s"
-            )
-        self._end_s = time.monotonic() + timeout_s
+        self._timeout_s = require_timeout(timeout_s)
+        self._end_s = time.monotonic() + self._timeout_s
 
     def left_s(self) -> float:
         """Return the seconds left; 0 ends every call at once with DeadlineError."""
         return max(0.0, self._end_s - time.monotonic())
+
+    def require_s(self) -> float:
+        """Return the seconds left, for what cannot be asked for 0 seconds.
+
+        Raises:
+            DeadlineError: none are left.
+        """
+        left_s = self.left_s()
+        if not left_s:
+            raise DeadlineError("the call's time is over", allowed=f"{self._timeout_s} s")
+        return left_s
 
 
 def _takers(holders: Sequence[Holder], instance_id: str | None) -> list[Source]:

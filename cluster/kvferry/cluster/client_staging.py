@@ -79,8 +79,15 @@ def require_layers(
     """Refuse tensors that are not the KV tensors of `num_tokens` or more tokens of the identity.
 
     Raises:
-        BadInputError: another number of layers, or (naming the layer) another shape or dtype.
+        BadInputError: no sequence, another number of layers, or (naming the layer) another shape or
+            dtype, or a tensor without bytes of its own.
     """
+    if not isinstance(layers, Sequence):
+        raise BadInputError(
+            f"{who} must be a sequence of tensors",
+            given=type(layers).__name__,
+            allowed="a list or tuple with one tensor per layer",
+        )
     if len(layers) != identity.num_layers:
         raise BadInputError(
             f"{who} must hold one tensor per layer", given=len(layers), allowed=identity.num_layers
@@ -105,6 +112,52 @@ def require_layers(
                 given=str(layer.dtype).removeprefix("torch."),
                 allowed=identity.kv_dtype,
             )
+        if layer.is_meta or layer.layout != torch.strided:
+            raise BadInputError(
+                f"{who}[{index}] has no dense bytes",
+                given=f"{layer.layout} on {layer.device}",
+                allowed="torch.strided on a device with memory",
+            )
+
+
+def require_writable(layers: Sequence[torch.Tensor], *, who: str) -> None:
+    """Refuse tensors (that `require_layers` took) which could not all hold bytes of their own.
+
+    Raises:
+        BadInputError: naming the layer, an inference tensor outside of inference mode, a tensor
+            whose elements share memory, or one tensor for two layers.
+    """
+    layer_at: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        if layer.is_inference() and not torch.is_inference_mode_enabled():
+            raise BadInputError(
+                f"{who}[{index}] cannot be written to",
+                given="an inference tensor",
+                allowed="a normal tensor, or a call inside torch.inference_mode()",
+            )
+        if _shares_memory_with_itself(layer):
+            raise BadInputError(
+                f"elements of {who}[{index}] share memory",
+                given=f"strides {list(layer.stride())} of shape {list(layer.shape)}",
+                allowed="one place per element",
+            )
+        if layer.numel() and layer_at.setdefault(layer.data_ptr(), index) != index:
+            raise BadInputError(
+                f"{who}[{index}] is the tensor of another layer",
+                given=f"the memory of {who}[{layer_at[layer.data_ptr()]}]",
+                allowed="one tensor per layer",
+            )
+
+
+def _shares_memory_with_itself(layer: torch.Tensor) -> bool:
+    """Tell by the strides; layouts that interleave their axes count as sharing."""
+    reach = 0
+    for stride, size in sorted(zip(layer.stride(), layer.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def _dtype(identity: Identity) -> torch.dtype:

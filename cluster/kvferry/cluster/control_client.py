@@ -4,6 +4,7 @@ Only the commands an engine outside Ray needs travel this way; see `v1/control.p
 """
 
 import re
+from numbers import Real
 from typing import TypeVar
 
 import grpc
@@ -16,6 +17,7 @@ from kvferry.proto.errors import (
     KvferryError,
     UnavailableError,
 )
+from kvferry.proto.grpc_status import MAX_CALL_S
 from kvferry.proto.messages import (
     AcquireLease,
     Command,
@@ -42,26 +44,50 @@ _OPTIONS = (
 _R = TypeVar("_R")
 
 
+def require_timeout(timeout_s: object) -> float:
+    """Return the timeout in seconds if it is one.
+
+    Raises:
+        ConfigError: no number, not positive, or more than a front lets a call last.
+    """
+    is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s <= MAX_CALL_S:  # type: ignore[operator]
+        raise ConfigError(
+            "the timeout must be positive and not too long",
+            given=repr(timeout_s),
+            allowed=f"seconds, above 0 and up to {MAX_CALL_S}",
+        )
+    return float(timeout_s)  # type: ignore[arg-type]
+
+
+def _require_address(address: object) -> str:
+    parts = re.fullmatch(
+        r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})",
+        address if isinstance(address, str) else "",
+    )
+    if not isinstance(address, str) or parts is None or not 1 <= int(parts[1]) <= 65535:
+        raise ConfigError(
+            "not the address of a control front",
+            given=repr(address),
+            allowed="host:port, the port from 1 to 65535",
+        )
+    return address
+
+
 class ControlClient:
     """A channel to one control front. Safe to use from several threads; close it when done.
 
     Args:
         address: `host:port` of the front (`[host]:port` for IPv6).
-        timeout_s: deadline of each call in seconds.
+        timeout_s: deadline of each call in seconds, at most `MAX_CALL_S`.
 
     Raises:
-        ConfigError: the address is not of that form, or the timeout is not positive.
+        ConfigError: the address is not of that form, or the timeout out of range.
     """
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):\d{1,5}", address):
-            raise ConfigError(
-                "not the address of a control front", given=address, allowed="host:port"
-            )
-        if not 0 < timeout_s < float("inf"):
-            raise ConfigError("the timeout must be positive", given=timeout_s, allowed="> 0 s")
-        self.address = address
-        self.timeout_s = timeout_s
+        self.address = _require_address(address)
+        self.timeout_s = require_timeout(timeout_s)
         self._is_closed = False
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         self._stub = control_pb2_grpc.ControlStub(self._channel)

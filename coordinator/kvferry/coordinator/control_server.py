@@ -7,18 +7,37 @@ no handler can leave a client waiting for its deadline.
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvferry.proto import control_codec as codec
 from kvferry.proto.bind import require_safe_bind
-from kvferry.proto.errors import ConfigError, InvariantError, KvferryError, PortTakenError
-from kvferry.proto.grpc_status import ERROR_METADATA_KEY, MAX_DETAILS_CHARS, encode_error
-from kvferry.proto.messages import Command, Describe, Description, Done, Leased, Located, Reply
+from kvferry.proto.errors import ConfigError, InvariantError, KvferryError
+from kvferry.proto.grpc_status import (
+    ERROR_METADATA_KEY,
+    MAX_DETAILS_CHARS,
+    decode_message,
+    encode_error,
+    require_call_seconds,
+)
+from kvferry.proto.listening import why_not_listening
+from kvferry.proto.messages import (
+    AcquireLease,
+    Command,
+    Describe,
+    Description,
+    Done,
+    Leased,
+    Located,
+    ReleaseLease,
+    RenewLease,
+    Reply,
+)
 from kvferry.proto.v1 import control_pb2 as pb
-from kvferry.proto.v1 import control_pb2_grpc
 
 SERVICE_NAME = "kvferry.control.v1.Control"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -44,7 +63,7 @@ class ControlServer:
     Raises:
         InsecureBindError: `bind` is beyond loopback and `insecure` is False.
         ConfigError: the port is out of range.
-        PortTakenError: the address cannot be listened on.
+        PortTakenError: another process listens on the port.
 
     """
 
@@ -65,17 +84,13 @@ class ControlServer:
             ],
             maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
         )
-        control_pb2_grpc.add_ControlServicer_to_server(_Servicer(call), self._server)
+        self._server.add_generic_rpc_handlers((_Handlers(call).as_grpc(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         host = f"[{bind}]" if ":" in bind else bind
         try:
             bound_port = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
-            raise PortTakenError(
-                "cannot listen: another process has the port, or the host is not this machine's",
-                given=f"{host}:{port}",
-                allowed="a free port of this machine, or port 0 for any",
-            ) from error
+            raise why_not_listening(bind, port, error) from error
         self._server.start()
         for name in ("", SERVICE_NAME):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -87,46 +102,48 @@ class ControlServer:
         self._server.stop(STOP_GRACE_S).wait(STOP_GRACE_S + 1.0)
 
 
-class _Servicer(control_pb2_grpc.ControlServicer):
+class _Handlers:
+    """Takes requests as bytes: gRPC would call a malformed one its own internal error."""
+
     def __init__(self, call: Callable[[Command], Reply]) -> None:
         self._call = call
 
-    def Describe(
-        self, request: pb.DescribeRequest, context: grpc.ServicerContext
-    ) -> pb.DescribeReply:
-        return _guarded(
-            context, lambda: codec.description_to_pb(self._ask(Describe(), Description))
+    def as_grpc(self) -> grpc.GenericRpcHandler:
+        """Return the service for a gRPC server."""
+        methods = {
+            "Describe": self._describe,
+            "Locate": self._locate,
+            "AcquireLease": self._acquire_lease,
+            "RenewLease": self._renew_lease,
+            "ReleaseLease": self._release_lease,
+        }
+        return grpc.method_handlers_generic_handler(
+            SERVICE_NAME,
+            {
+                name: grpc.unary_unary_rpc_method_handler(_guarded(method))
+                for name, method in methods.items()
+            },
         )
 
-    def Locate(self, request: pb.LocateRequest, context: grpc.ServicerContext) -> pb.LocateReply:
-        return _guarded(
-            context,
-            lambda: codec.located_to_pb(self._ask(codec.locate_from_pb(request), Located)),
-        )
+    def _describe(self, request: bytes) -> pb.DescribeReply:
+        decode_message(pb.DescribeRequest, request)
+        return codec.description_to_pb(self._ask(Describe(), Description))
 
-    def AcquireLease(
-        self, request: pb.AcquireLeaseRequest, context: grpc.ServicerContext
-    ) -> pb.LeaseReply:
-        return _guarded(
-            context,
-            lambda: codec.leased_to_pb(self._ask(codec.acquire_lease_from_pb(request), Leased)),
-        )
+    def _locate(self, request: bytes) -> pb.LocateReply:
+        command = codec.locate_from_pb(decode_message(pb.LocateRequest, request))
+        return codec.located_to_pb(self._ask(command, Located))
 
-    def RenewLease(
-        self, request: pb.RenewLeaseRequest, context: grpc.ServicerContext
-    ) -> pb.LeaseReply:
-        return _guarded(
-            context,
-            lambda: codec.leased_to_pb(self._ask(codec.renew_lease_from_pb(request), Leased)),
-        )
+    def _acquire_lease(self, request: bytes) -> pb.LeaseReply:
+        command = codec.acquire_lease_from_pb(decode_message(pb.AcquireLeaseRequest, request))
+        return codec.leased_to_pb(self._ask(_as_clients(command), Leased))
 
-    def ReleaseLease(
-        self, request: pb.ReleaseLeaseRequest, context: grpc.ServicerContext
-    ) -> pb.DoneReply:
-        return _guarded(
-            context,
-            lambda: codec.done_to_pb(self._ask(codec.release_lease_from_pb(request), Done)),
-        )
+    def _renew_lease(self, request: bytes) -> pb.LeaseReply:
+        command = codec.renew_lease_from_pb(decode_message(pb.RenewLeaseRequest, request))
+        return codec.leased_to_pb(self._ask(_as_clients(command), Leased))
+
+    def _release_lease(self, request: bytes) -> pb.DoneReply:
+        command = codec.release_lease_from_pb(decode_message(pb.ReleaseLeaseRequest, request))
+        return codec.done_to_pb(self._ask(_as_clients(command), Done))
 
     def _ask(self, command: Command, expected: type[_R]) -> _R:
         reply = self._call(command)
@@ -139,15 +156,33 @@ class _Servicer(control_pb2_grpc.ControlServicer):
         return reply
 
 
-def _guarded(context: grpc.ServicerContext, answer: Callable[[], _R]) -> _R:
-    try:
-        return answer()
-    except KvferryError as error:
-        failure = error
-    except Exception as error:  # whatever it is, the client must hear of it
-        _log.exception("a control call failed")
-        failure = InvariantError("the coordinator failed", given=f"{type(error).__name__}: {error}")
-    _abort(context, failure)
+_C = TypeVar("_C", AcquireLease, RenewLease, ReleaseLease)
+
+
+def _as_clients(command: _C) -> _C:
+    """Give the command an id that no engine's or router's command has."""
+    return replace(command, call_id=f"client/{command.call_id}")
+
+
+def _guarded(
+    method: Callable[[bytes], Message],
+) -> Callable[[bytes, grpc.ServicerContext], bytes]:
+    """Return the method as gRPC calls it; whatever fails, the client hears of it."""
+
+    def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            require_call_seconds(context.time_remaining())
+            return method(request).SerializeToString()
+        except KvferryError as error:
+            failure = error
+        except Exception as error:
+            _log.exception("a control call failed")
+            failure = InvariantError(
+                "the coordinator failed", given=f"{type(error).__name__}: {error}"
+            )
+        _abort(context, failure)
+
+    return answer
 
 
 def _abort(context: grpc.ServicerContext, error: KvferryError) -> NoReturn:

@@ -35,6 +35,9 @@ from kvferry.proto.v1 import control_pb2 as pb
 HASH_BYTES = (16, 32)
 DIGEST_BYTES = 32
 
+# Four million tokens in blocks of 16: more than any prompt, and little enough for one message.
+MAX_HASHES = 262_144
+
 
 # --- parts ---------------------------------------------------------------------------------------
 
@@ -43,8 +46,10 @@ def hashes_to_pb(hashes: Sequence[BlockHash]) -> pb.Hashes:
     """Join hashes, all of one size, into one field.
 
     Raises:
-        BadInputError: a hash has not the size of the first, or that is no hash's size.
+        BadInputError: more than `MAX_HASHES`, a hash has not the size of the first, or that is no
+            hash's size.
     """
+    _require_number_of_hashes(len(hashes))
     sizes = sorted({len(block_hash) for block_hash in hashes})
     if len(sizes) > 1 or (sizes and sizes[0] not in HASH_BYTES):
         raise BadInputError(
@@ -57,7 +62,8 @@ def hashes_from_pb(message: pb.Hashes) -> tuple[BlockHash, ...]:
     """Cut the joined field back into hashes.
 
     Raises:
-        BadInputError: `hash_bytes` is no hash's size, or `data` is no whole number of hashes.
+        BadInputError: `hash_bytes` is no hash's size, `data` is no whole number of hashes, or more
+            than `MAX_HASHES`.
     """
     size, data = message.hash_bytes, message.data
     if not data:
@@ -68,7 +74,15 @@ def hashes_from_pb(message: pb.Hashes) -> tuple[BlockHash, ...]:
         raise BadInputError(
             "the hashes are cut short", given=f"{len(data)} bytes", allowed=f"a multiple of {size}"
         )
+    _require_number_of_hashes(len(data) // size)
     return tuple(BlockHash(data[start : start + size]) for start in range(0, len(data), size))
+
+
+def _require_number_of_hashes(number: int) -> None:
+    if number > MAX_HASHES:
+        raise BadInputError(
+            "too many hashes in one call", given=number, allowed=f"at most {MAX_HASHES}"
+        )
 
 
 def scheme_to_pb(scheme: HashScheme) -> pb.Scheme:

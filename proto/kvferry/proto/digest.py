@@ -21,7 +21,7 @@ from collections.abc import Callable
 import cbor2
 import xxhash
 
-from kvferry.proto.errors import ConfigError
+from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.scheme import Algorithm
 
 # Pinned: the highest protocol of a future Python would change every hash.
@@ -33,14 +33,23 @@ def digest(algorithm: Algorithm, value: object) -> bytes:
 
     Raises:
         ConfigError: unknown algorithm.
+        BadInputError: the value holds something that cannot be serialised.
     """
     try:
         serialise, hash_bytes = _ALGORITHMS[algorithm]
-    except KeyError:
+    except (KeyError, TypeError):  # a list, say, cannot even be looked up
         raise ConfigError(
-            "unknown hash algorithm", given=algorithm, allowed=list(_ALGORITHMS)
+            "unknown hash algorithm", given=repr(algorithm), allowed=list(_ALGORITHMS)
         ) from None
-    return hash_bytes(serialise(value))
+    try:
+        serialised = serialise(value)
+    except (cbor2.CBOREncodeError, UnicodeEncodeError) as error:
+        raise BadInputError(
+            "a value that cannot be hashed",
+            given=str(error),
+            allowed="bytes, integers, texts that UTF-8 can encode, tuples of them, None",
+        ) from error
+    return hash_bytes(serialised)
 
 
 def depends_on_identity(algorithm: Algorithm) -> bool:

@@ -19,12 +19,38 @@ an image in its block. See `block_extra_keys` for its dependence on how the toke
 """
 
 import hashlib
+import reprlib
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.scheme import KeyFormat
+
+
+def _require_text(value: object, what: str, *, may_be_empty: bool = False) -> None:
+    if type(value) is str and (value or may_be_empty):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            pass
+        else:
+            return
+    raise BadInputError(
+        f"{what} must be a text", given=repr(value), allowed="a text that UTF-8 can encode"
+    )
+
+
+def _require_kind(value: object, kind: type, what: str) -> None:
+    if not isinstance(value, kind):
+        raise BadInputError(
+            f"{what} must be a {kind.__name__}", given=reprlib.repr(value), allowed=kind.__name__
+        )
+
+
+def _require_int(value: object, what: str, *, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise BadInputError(f"{what} must be an integer", given=repr(value), allowed=f">= {least}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +139,13 @@ class RequestKeys:
     def __post_init__(self) -> None:
         if self.salt is not None:
             _require_text(self.salt, "a salt")
+        if self.lora is not None:
+            _require_kind(self.lora, LoraKey, "the adapter")
+        if self.prompt_embeds is not None:
+            _require_kind(self.prompt_embeds, PromptEmbeds, "prompt embeds")
+        _require_kind(self.multimodal, tuple, "the multimodal items")
+        for item in self.multimodal:
+            _require_kind(item, MultimodalItem, "a multimodal item")
         for before, after in pairwise(self.multimodal):
             if after.offset < before.end:
                 raise BadInputError(
@@ -124,6 +157,15 @@ class RequestKeys:
 
 NO_KEYS = RequestKeys()
 """A request that depends on nothing but its tokens."""
+
+
+def require_keys(keys: object) -> None:
+    """Refuse what is no `RequestKeys`.
+
+    Raises:
+        BadInputError: naming what was given.
+    """
+    _require_kind(keys, RequestKeys, "the keys of a request")
 
 
 def block_extra_keys(
@@ -142,7 +184,11 @@ def block_extra_keys(
     of the pass's first block even if it ended right before. In format 0.32 the keys of a block
     depend on the block alone: if a later pass saw the last item only, prompts that differ in an
     earlier item of their partly filled last block would get one hash.
+
+    Raises:
+        BadInputError: `keys` is no `RequestKeys`.
     """
+    require_keys(keys)
     lora = [] if keys.lora is None else [_lora_key(key_format, keys.lora)]
     items = _overlapping(keys.multimodal, start_token, end_token)
     if key_format == "0.17" and resumed_at:
@@ -192,21 +238,3 @@ def _seen_by_later_pass(
     if last and start_token == resumed_at == last[0].end:
         return list(last)
     return _overlapping(last, start_token, end_token)
-
-
-def _require_text(value: object, what: str, *, may_be_empty: bool = False) -> None:
-    if type(value) is str and (value or may_be_empty):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            pass
-        else:
-            return
-    raise BadInputError(
-        f"{what} must be a text", given=repr(value), allowed="a text that UTF-8 can encode"
-    )
-
-
-def _require_int(value: object, what: str, *, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise BadInputError(f"{what} must be an integer", given=repr(value), allowed=f">= {least}")

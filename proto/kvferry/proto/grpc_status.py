@@ -1,9 +1,12 @@
-"""Errors on the wire: how an error rides in a gRPC trailer, and what a bare status means.
+"""What both fronts ask of a call, and errors on the wire: in a gRPC trailer or as a bare status.
 
 Knows gRPC only by the names of its status codes, so both fronts and both clients share it.
 """
 
 import json
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
 
 from kvferry.proto.errors import (
     BadInputError,
@@ -19,10 +22,18 @@ from kvferry.proto.errors import (
 
 ERROR_METADATA_KEY = "kvferry-error-bin"
 
+# A call holds a thread of the front until it ends, so nobody may hold one much longer than work
+# takes. A client may ask for exactly this much; gRPC rounds deadlines up on their way.
+MAX_CALL_S = 300.0
+_ROUNDING_S = 1.0
+
 # gRPC's default bound on all trailing metadata of a call is 8 KiB; an error over this size loses
 # its values rather than its delivery.
 MAX_ERROR_BYTES = 4096
 MAX_DETAILS_CHARS = 1024
+
+# gRPC reports a call without a deadline as one that ends in centuries.
+_NO_DEADLINE_S = 10 * 365 * 86_400.0
 
 _CLASS_OF_STATUS: dict[str, type[KvferryError]] = {
     "INVALID_ARGUMENT": BadInputError,
@@ -39,6 +50,45 @@ _CLASS_OF_STATUS: dict[str, type[KvferryError]] = {
     "DEADLINE_EXCEEDED": DeadlineError,
     "DATA_LOSS": TransferError,
 }
+
+
+_M = TypeVar("_M", bound=Message)
+
+
+def require_call_seconds(remaining_s: float | None) -> None:
+    """Refuse a call that could hold a thread of the front for too long.
+
+    Args:
+        remaining_s: seconds until the call's deadline; None, or centuries, when it has none.
+
+    Raises:
+        BadInputError: the call has no deadline, or one beyond `MAX_CALL_S`.
+    """
+    if remaining_s is None or remaining_s > _NO_DEADLINE_S:
+        raise BadInputError("a call without a deadline", allowed=f"up to {MAX_CALL_S} s")
+    if remaining_s > MAX_CALL_S + _ROUNDING_S:
+        raise BadInputError(
+            "a call with a deadline too far away",
+            given=f"{remaining_s:.0f} s",
+            allowed=f"up to {MAX_CALL_S} s",
+        )
+
+
+def decode_message(kind: type[_M], data: bytes) -> _M:
+    """Return the protobuf message in `data`.
+
+    The fronts decode here rather than in gRPC, which would call a malformed message its own
+    internal error.
+
+    Raises:
+        BadInputError: the bytes are no message of that kind.
+    """
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise BadInputError(
+            f"not a {kind.DESCRIPTOR.name}", given=f"{len(data)} bytes", allowed="protobuf"
+        ) from error
 
 
 def encode_error(error: KvferryError) -> bytes:

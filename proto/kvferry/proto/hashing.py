@@ -6,14 +6,18 @@ A block's hash stands for the block and its whole prefix, so equal hashes mean e
 one identity.
 """
 
+import reprlib
 from collections.abc import Sequence
+from typing import get_args
 
 from kvferry.proto.digest import depends_on_identity, digest, with_own_objects
 from kvferry.proto.errors import BadInputError, ConfigError
-from kvferry.proto.extra_keys import NO_KEYS, RequestKeys, block_extra_keys
+from kvferry.proto.extra_keys import NO_KEYS, RequestKeys, block_extra_keys, require_keys
 from kvferry.proto.ids import BlockHash
 from kvferry.proto.scheme import Algorithm, HashScheme, KeyFormat
 from kvferry.proto.tokens import normalise_tokens
+
+"""No prompt is longer; and the number still fits every message."""
 
 DEFAULT_SEED_032 = "vllm-none-hash"
 """What vLLM 0.32 hashes for the root when PYTHONHASHSEED is unset and the algorithm is sha256*.
@@ -27,9 +31,10 @@ def compute_none_hash(algorithm: Algorithm, seed: str) -> bytes:
     """Return the chain's root (32 or 16 bytes) for the text of PYTHONHASHSEED.
 
     Raises:
-        ConfigError: unknown algorithm, or a seed that is not a text.
+        ConfigError: unknown algorithm, or a seed that is not a text that UTF-8 can encode.
     """
-    if type(seed) is not str:
+    # A lone surrogate, as os.environ makes of a stray byte, has no encoding to hash.
+    if type(seed) is not str or any("\ud800" <= letter <= "\udfff" for letter in seed):
         raise ConfigError(
             "the hash seed must be a text",
             given=f"{seed!r} ({type(seed).__name__})",
@@ -48,8 +53,7 @@ def make_scheme(
     """Return the scheme with the root that belongs to `seed`.
 
     Raises:
-        ConfigError: unknown algorithm or key format, a seed that is not a text, or
-            `hash_block_tokens` below 1.
+        ConfigError: a seed that is not a text, or what `HashScheme` refuses.
     """
     return HashScheme(
         algorithm=algorithm,
@@ -75,14 +79,16 @@ def hash_block(
 
     Raises:
         TokenError: a token that cannot be hashed.
-        BadInputError: the block is not full, or the parent is not bytes.
+        BadInputError: the block is not full, the parent is not bytes or empty, or the extra keys
+            are not of the form that `block_extra_keys` returns.
     """
-    if not isinstance(parent, (bytes, bytearray, memoryview)):
+    if not isinstance(parent, (bytes, bytearray, memoryview)) or not len(parent):
         raise BadInputError(
             "the parent hash must be bytes",
-            given=type(parent).__name__,
-            allowed="bytes, bytearray or memoryview",
+            given=f"{reprlib.repr(parent)} ({type(parent).__name__})",
+            allowed="bytes, bytearray or memoryview, not empty",
         )
+    _require_extra_keys(extra_keys)
     plain = normalise_tokens(tokens, who="block")
     if len(plain) != scheme.hash_block_tokens:
         raise BadInputError(
@@ -92,6 +98,30 @@ def hash_block(
         )
     # CBOR encoders disagree about bytearray and memoryview; pickle writes other bytes for them.
     return _link(scheme, bytes(parent), plain, extra_keys)
+
+
+def _require_extra_keys(extra_keys: object) -> None:
+    fits = extra_keys is None or (isinstance(extra_keys, tuple) and all(map(_is_key, extra_keys)))
+    if not fits:
+        raise BadInputError(
+            "these are no extra keys",
+            given=reprlib.repr(extra_keys),
+            allowed="None, or a tuple of texts, digests and tuples that begin with a text",
+        )
+
+
+def _is_key(key: object) -> bool:
+    if isinstance(key, tuple):
+        is_tagged = bool(key) and isinstance(key[0], str)
+        return is_tagged and all(isinstance(part, (str, bytes, int)) for part in key)
+    return isinstance(key, (str, bytes))
+
+
+def _require_key_format(key_format: object) -> None:
+    if key_format not in get_args(KeyFormat):
+        raise ConfigError(
+            "unknown key format", given=repr(key_format), allowed=list(get_args(KeyFormat))
+        )
 
 
 def _link(
@@ -107,11 +137,15 @@ class HashChain:
 
     The first `extend` takes the whole prompt: format 0.17 hashes what comes later differently
     (`block_extra_keys`). Format 0.32 does not care how the tokens are cut.
+
+    Raises:
+        BadInputError: `keys` is no `RequestKeys`.
     """
 
     def __init__(
         self, scheme: HashScheme, keys: RequestKeys = NO_KEYS, *, who: str = "request"
     ) -> None:
+        require_keys(keys)
         self._scheme = scheme
         self._keys = keys
         self._who = who
@@ -163,6 +197,7 @@ def hash_tokens(
 
     Raises:
         TokenError: a token that cannot be hashed.
+        BadInputError: `keys` is no `RequestKeys`.
     """
     return HashChain(scheme, keys, who=who).extend(tokens)
 
@@ -175,8 +210,16 @@ def merged_view(
     Format 0.32 takes the last hash of the run (it covers the others), 0.17 joins them all.
 
     Raises:
-        BadInputError: `ratio` below 1.
+        BadInputError: `ratio` below 1, or hashes that are no sequence of bytes.
+        ConfigError: unknown key format.
     """
+    _require_key_format(key_format)
+    if not isinstance(hashes, Sequence) or not all(isinstance(one, bytes) for one in hashes):
+        raise BadInputError(
+            "the hashes to merge must be bytes",
+            given=reprlib.repr(hashes),
+            allowed="a sequence of bytes",
+        )
     if type(ratio) is not int or ratio < 1:
         raise BadInputError("ratio must be a positive integer", given=repr(ratio), allowed=">= 1")
     if key_format == "0.32":

@@ -22,12 +22,27 @@ def require_free(host: str, port: int) -> None:
             probe.bind(place)
             probe.listen()
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise PortTakenError(
-                "another process listens on the port", given=port, allowed="a free port"
-            ) from None
-        raise ConfigError(
+        raise why_not_listening(host, port, error) from None
+
+
+def why_not_listening(host: str, port: int, error: Exception) -> ConfigError | PortTakenError:
+    """Return the error that tells why nothing could listen; `error` is the system's own, or gRPC's.
+
+    gRPC says only that it failed, so the system is asked again.
+    """
+    if not isinstance(error, OSError):
+        try:
+            require_free(host, port)
+        except (ConfigError, PortTakenError) as reason:
+            return reason
+    elif error.errno != errno.EADDRINUSE:
+        return ConfigError(
             f"cannot listen on this host: {error.strerror}",
             given=host,
             allowed="an address of this machine",
-        ) from None
+        )
+    return PortTakenError(
+        "another process listens on the port",
+        given=f"{host}:{port}",
+        allowed="a free port, or 0 for any",
+    )

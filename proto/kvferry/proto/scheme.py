@@ -8,6 +8,8 @@ from kvferry.proto.errors import ConfigError, SchemeMismatchError
 Algorithm = Literal["sha256_cbor", "sha256", "xxhash_cbor", "xxhash"]
 KeyFormat = Literal["0.32", "0.17"]
 
+MAX_HASH_BLOCK_TOKENS = 2**31
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashScheme:
@@ -25,17 +27,20 @@ class HashScheme:
     def __post_init__(self) -> None:
         if self.algorithm not in get_args(Algorithm):
             raise ConfigError(
-                "unknown hash algorithm", given=self.algorithm, allowed=list(get_args(Algorithm))
+                "unknown hash algorithm",
+                given=str(self.algorithm),
+                allowed=list(get_args(Algorithm)),
             )
         if self.key_format not in get_args(KeyFormat):
             raise ConfigError(
-                "unknown key format", given=self.key_format, allowed=list(get_args(KeyFormat))
+                "unknown key format", given=str(self.key_format), allowed=list(get_args(KeyFormat))
             )
-        if type(self.hash_block_tokens) is not int or self.hash_block_tokens < 1:
+        size = self.hash_block_tokens
+        if type(size) is not int or not 1 <= size <= MAX_HASH_BLOCK_TOKENS:
             raise ConfigError(
-                "hash_block_tokens must be a positive integer",
-                given=self.hash_block_tokens,
-                allowed=">= 1",
+                "hash_block_tokens out of range",
+                given=str(size),
+                allowed=f"1 to {MAX_HASH_BLOCK_TOKENS}",
             )
 
 

@@ -62,9 +62,17 @@ def _as_int(value: object, position: int, who: str) -> int:
 
 
 def _unwrapped(value: object) -> object:
-    """Return what an array, a tensor or one of their elements holds; other values as they are."""
+    """Return what an array, a tensor or one of their elements holds; other values as they are.
+
+    So is a tensor without values to hand out (meta, sparse), which its caller then refuses.
+    """
     tolist = getattr(value, "tolist", None)
-    return tolist() if callable(tolist) else value
+    if not callable(tolist):
+        return value
+    try:
+        return tolist()
+    except Exception:  # each kind of array has errors of its own
+        return value
 
 
 def _refuse(value: object, position: int, who: str) -> NoReturn:

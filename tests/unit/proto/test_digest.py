@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.proto.digest import depends_on_identity, digest, with_own_objects
-from kvferry.proto.errors import ConfigError
+from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.scheme import Algorithm
 
 CBOR_BYTES = bytes.fromhex("8344aaaaaaaa83010219012c816473616c74")
@@ -30,11 +30,18 @@ def test_pickle_algorithms_digest_protocol_5() -> None:
     assert digest("xxhash", VALUE) == xxhash.xxh3_128_digest(pickled)
 
 
-def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError) as caught:
-        digest("md5", VALUE)  # type: ignore[arg-type]
-    assert caught.value.given == "md5"
+@pytest.mark.parametrize("algorithm", ["md5", None, ["sha256"]])
+def test_an_unknown_algorithm_is_refused_with_the_known_ones(algorithm: object) -> None:
+    with pytest.raises(ConfigError, match="unknown hash algorithm") as caught:
+        digest(algorithm, VALUE)  # type: ignore[arg-type]
+    assert caught.value.given == repr(algorithm)
     assert caught.value.allowed == ["sha256_cbor", "sha256", "xxhash_cbor", "xxhash"]
+
+
+@pytest.mark.parametrize("value", [object(), "\ud800"], ids=["object", "lone surrogate"])
+def test_what_cbor_cannot_write_is_refused(value: object) -> None:
+    with pytest.raises(BadInputError, match="a value that cannot be hashed"):
+        digest("sha256_cbor", (b"parent", value))
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])

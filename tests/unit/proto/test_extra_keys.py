@@ -1,4 +1,5 @@
 import hashlib
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -138,6 +139,39 @@ def test_items_out_of_order_or_overlapping_are_refused(
 
 def test_items_that_touch_are_taken() -> None:
     assert RequestKeys(multimodal=(item("a", 0, 4), item("b", 4, 1))).multimodal[1].end == 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lora": "x"}, "the adapter must be a LoraKey; given: 'x'"),
+        ({"multimodal": ("a",)}, "a multimodal item must be a MultimodalItem; given: 'a'"),
+        ({"multimodal": (IMAGE, None)}, "a multimodal item must be a MultimodalItem; given: None"),
+        ({"multimodal": None}, "the multimodal items must be a tuple; given: None"),
+        ({"multimodal": [IMAGE]}, r"the multimodal items must be a tuple; given: \[Multimodal"),
+        ({"prompt_embeds": b"e"}, "prompt embeds must be a PromptEmbeds; given: b'e'"),
+        ({"salt": 5}, "a salt must be a text; given: 5"),
+    ],
+)
+def test_a_field_of_a_wrong_kind_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        RequestKeys(**wrong)
+
+
+@pytest.mark.parametrize("field", ["name", "path", "version"])
+@pytest.mark.parametrize("value", [None, 5, b"n"])
+def test_an_adapters_field_that_is_no_text_is_refused(field: str, value: object) -> None:
+    fields: dict[str, Any] = {"name": "n", "path": "p", "version": "v", field: value}
+    with pytest.raises(BadInputError, match=f"the {field} of an adapter") as caught:
+        LoraKey(**fields)
+    assert caught.value.given == repr(value)
+
+
+@pytest.mark.parametrize("keys", [None, {"salt": "s"}])
+def test_what_is_no_keys_of_a_request_is_refused(keys: Any) -> None:
+    with pytest.raises(BadInputError, match="keys of a request must be a RequestKeys") as caught:
+        block_extra_keys("0.32", keys, 0, 4)
+    assert caught.value.given == repr(keys)
 
 
 def test_an_empty_salt_is_refused_because_it_would_share_with_everybody() -> None:

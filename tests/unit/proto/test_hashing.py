@@ -1,5 +1,6 @@
 import hashlib
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -134,10 +135,51 @@ def test_a_block_that_is_not_full_is_refused_with_both_lengths(length: int) -> N
     assert caught.value.allowed == "4 tokens"
 
 
-@pytest.mark.parametrize("parent", [None, 32, "ab", [1, 2]])
+@pytest.mark.parametrize("parent", [None, 32, "ab", [1, 2], b"", bytearray()])
 def test_a_parent_that_is_not_bytes_is_refused(parent: object) -> None:
     with pytest.raises(BadInputError, match="parent hash must be bytes"):
         hash_block(SCHEME, parent, range(4), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "extra_keys", [["salt"], "salt", {}, (None,), ((),), ((1, "a"),), (("mm", ["a"]),)], ids=repr
+)
+@pytest.mark.parametrize("algorithm", ["sha256_cbor", "sha256"])
+def test_extra_keys_of_another_form_are_refused(algorithm: Algorithm, extra_keys: Any) -> None:
+    scheme = make_scheme(hash_block_tokens=4, algorithm=algorithm)
+    with pytest.raises(BadInputError, match="these are no extra keys"):
+        hash_block(scheme, scheme.none_hash, range(4), extra_keys)
+
+
+@pytest.mark.parametrize("keys", [None, {"salt": "s"}])
+def test_keys_of_a_wrong_kind_are_refused_even_for_no_block(keys: Any) -> None:
+    with pytest.raises(BadInputError, match="keys of a request must be a RequestKeys") as caught:
+        hash_tokens(SCHEME, [1], keys)
+    assert caught.value.given == repr(keys)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"algorithm": ["sha256"]}, r"unknown hash algorithm; given: \['sha256'\]; allowed"),
+        ({"algorithm": None}, "unknown hash algorithm; given: None; allowed"),
+        ({"key_format": None}, r"unknown key format; given: None; allowed: \['0.32', '0.17'\]"),
+        ({"key_format": ["0.32"]}, r"unknown key format; given: \['0.32'\]"),
+        ({"hash_block_tokens": 2**31 + 1}, "given: 2147483649; allowed: 1 to 2147483648"),
+        ({"hash_block_tokens": 0}, "given: 0; allowed: 1 to 2147483648"),
+        ({"hash_block_tokens": None}, "given: None; allowed: 1 to 2147483648"),
+        ({"hash_block_tokens": True}, "given: True; allowed: 1 to 2147483648"),
+    ],
+)
+def test_a_scheme_of_wrong_values_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_scheme(**{"hash_block_tokens": 4, **wrong})
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash", "sha256_cbor", "xxhash_cbor"])
+def test_a_seed_with_a_lone_surrogate_is_refused(algorithm: Algorithm) -> None:
+    with pytest.raises(ConfigError, match=r"the hash seed must be a text; given: '\\udc80' \(str"):
+        compute_none_hash(algorithm, "\udc80")
 
 
 @pytest.mark.parametrize("seed", [0, None, b"0"])
@@ -208,3 +250,16 @@ def test_the_flat_view_of_larger_blocks_joins_the_hashes_of_each_whole_run() -> 
 def test_a_bad_ratio_is_refused(ratio: int) -> None:
     with pytest.raises(BadInputError, match="ratio must be a positive integer"):
         merged_view(HASHES, ratio=ratio, key_format="0.32")
+
+
+@pytest.mark.parametrize("key_format", ["0.18", None, ["0.32"]])
+def test_a_view_in_an_unknown_format_is_refused(key_format: Any) -> None:
+    with pytest.raises(ConfigError, match="unknown key format") as caught:
+        merged_view(HASHES, ratio=2, key_format=key_format)
+    assert caught.value.given == repr(key_format)
+
+
+@pytest.mark.parametrize("hashes", [None, 5, ["a"], iter(HASHES)])
+def test_a_view_of_what_are_no_hashes_is_refused(hashes: Any) -> None:
+    with pytest.raises(BadInputError, match="the hashes to merge must be bytes"):
+        merged_view(hashes, ratio=2, key_format="0.32")

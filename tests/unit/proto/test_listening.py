@@ -18,7 +18,7 @@ def test_a_taken_port_is_named() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(PortTakenError, match=f"given: {port}"):
+        with pytest.raises(PortTakenError, match=f"given: 127.0.0.1:{port}"):
             require_free("127.0.0.1", port)
     require_free("127.0.0.1", port)
 

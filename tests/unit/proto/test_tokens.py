@@ -3,6 +3,7 @@ from enum import IntEnum
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,6 +111,23 @@ def test_what_is_no_sequence_of_integers_is_refused_with_its_type(tokens: object
     with pytest.raises(TokenError, match="tokens of request r-9 are not a sequence") as caught:
         normalise_tokens(tokens, who="request r-9")
     assert f"({type(tokens).__name__})" in caught.value.given
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        torch.zeros(3, dtype=torch.int64, device="meta"),
+        torch.ones(3, dtype=torch.int64).to_sparse(),
+    ],
+    ids=["meta", "sparse"],
+)
+def test_a_tensor_without_values_to_hand_out_is_refused(tokens: torch.Tensor) -> None:
+    with pytest.raises(TokenError, match="tokens of request are not a sequence") as caught:
+        normalise_tokens(tokens)
+    assert caught.value.given.endswith("(Tensor)")
+    with pytest.raises(TokenError) as caught:
+        normalise_tokens([5, tokens])
+    assert caught.value.given["position"] == 1
 
 
 def test_a_huge_culprit_is_shown_shortened() -> None:

@@ -5,25 +5,27 @@ from typing import Any, NoReturn
 
 import grpc
 
-from kvferry.proto.errors import BadInputError, KvferryError
+from kvferry.proto.errors import KvferryError
 from kvferry.proto.grpc_status import (
     ERROR_METADATA_KEY,
     MAX_DETAILS_CHARS,
     encode_error,
     error_from_status,
+    require_call_seconds,
 )
 
 _log = logging.getLogger(__name__)
-
-# gRPC reports a call without a deadline as one that ends in centuries.
-_LONGEST_DEADLINE_S = 10 * 365 * 86_400.0
 
 
 def abort_with(context: grpc.ServicerContext, error: Exception) -> NoReturn:
     """End a call with the status of `error`; it always raises, as handlers must not return after.
 
-    An error that is not kvferry's is a bug: it is logged here and the caller is told its class.
+    An error that is not kvferry's is a bug: it is logged here and the caller is told its class. But
+    for gRPC's own, with which a handler that waits for messages learns that its peer has left.
     """
+    if isinstance(error, grpc.RpcError) and not context.is_active():
+        _log.debug("a peer left a transfer: %s", context.peer())
+        context.abort(grpc.StatusCode.CANCELLED, "the peer has left")
     if isinstance(error, KvferryError):
         context.set_trailing_metadata(((ERROR_METADATA_KEY, encode_error(error)),))
         context.abort(grpc.StatusCode[error.grpc_status], str(error)[:MAX_DETAILS_CHARS])
@@ -33,14 +35,12 @@ def abort_with(context: grpc.ServicerContext, error: Exception) -> NoReturn:
 
 
 def require_deadline(context: grpc.ServicerContext) -> None:
-    """Refuse a call that could hold a thread for ever.
+    """Refuse a call that could hold a thread for too long.
 
     Raises:
-        BadInputError: the call has no deadline.
+        BadInputError: the call has no deadline, or one beyond `MAX_CALL_S`.
     """
-    remaining_s: float | None = context.time_remaining()
-    if remaining_s is None or remaining_s > _LONGEST_DEADLINE_S:
-        raise BadInputError("a call without a deadline", allowed="a timeout in seconds")
+    require_call_seconds(context.time_remaining())
 
 
 def error_of_call(failed: grpc.RpcError, address: str) -> KvferryError:

@@ -1,12 +1,13 @@
 """Calls to other workers: describe, pull, store. One channel per peer, kept."""
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import grpc
 
 from kvferry.proto.errors import DeadlineError, KvferryError, NotFoundError, UnavailableError
+from kvferry.proto.grpc_status import MAX_CALL_S
 from kvferry.proto.ids import BlockId
 from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.block_io import gather, scatter
@@ -16,6 +17,7 @@ from kvferry.worker.grpc_options import CHANNEL_OPTIONS
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.pull import PullOutcome, receive, require_destinations
 from kvferry.worker.source import make_frame
+from kvferry.worker.stall_watch import StallWatch
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import (
     FetchAsk,
@@ -29,6 +31,8 @@ from kvferry.worker.transfer_wire import (
 
 # How long a cancelled pull may go on waiting for the network.
 CANCEL_POLL_S = 0.02
+# A source that is alive sends something far sooner; one that is frozen keeps its connection.
+STALL_TIMEOUT_S = 5.0
 
 STORE_METHOD = "/kvferry.transfer.v1.Transfer/Store"
 
@@ -38,9 +42,14 @@ class _CancelledError(Exception):
 
 
 class TransferClient:
-    """Thread-safe. Make it after a fork, never before: gRPC does not survive one."""
+    """Thread-safe. Make it after a fork, never before: gRPC does not survive one.
 
-    def __init__(self) -> None:
+    Args:
+        stall_s: seconds without a message after which a pull is ended.
+    """
+
+    def __init__(self, *, stall_s: float = STALL_TIMEOUT_S) -> None:
+        self._stall_s = stall_s
         self._lock = threading.Lock()
         self._channels: dict[str, grpc.Channel] = {}
 
@@ -52,7 +61,9 @@ class TransferClient:
         """
         with self._channel(address) as channel:
             stub = transfer_pb2_grpc.TransferStub(channel)
-            reply = stub.Describe(transfer_pb2.DescribeRequest(), timeout=deadline_s)
+            reply = stub.Describe(
+                transfer_pb2.DescribeRequest(), timeout=min(deadline_s, MAX_CALL_S)
+            )
         return description_from_proto(reply)
 
     def pull(
@@ -68,7 +79,8 @@ class TransferClient:
         """Fetch the asked blocks into `block_ids`, one each, verifying every frame before it lands.
 
         All writing happens in the calling thread, so the writer is closed when this returns. A
-        peer's failure, a cancel or the deadline ends the pull early and is told in the outcome.
+        peer's failure or silence, a cancel or the deadline ends the pull early and is told in the
+        outcome. A deadline beyond `MAX_CALL_S`, here and below, counts as that.
 
         Raises:
             BadInputError: destinations that do not fit the ask or the memory.
@@ -127,7 +139,7 @@ class TransferClient:
             send = channel.stream_unary(
                 STORE_METHOD, response_deserializer=transfer_pb2.StoreReply.FromString
             )
-            reply = send(parts(), timeout=deadline_s)
+            reply = send(parts(), timeout=min(deadline_s, MAX_CALL_S))
         return reply.num_stored
 
     def close(self) -> None:
@@ -144,16 +156,26 @@ class TransferClient:
             raise _CancelledError
         with self._channel(address) as channel:
             stub = transfer_pb2_grpc.TransferStub(channel)
-            call = stub.Fetch(fetch_ask_to_proto(ask), timeout=deadline_s)
+            call = stub.Fetch(fetch_ask_to_proto(ask), timeout=min(deadline_s, MAX_CALL_S))
+            watch = StallWatch(
+                call.cancel, stall_s=self._stall_s, poll_s=CANCEL_POLL_S, cancel=cancel
+            )
             try:
-                with _watching(cancel, call.cancel):
+                with watch:
                     for message in call:
                         if cancel.is_set():
                             raise _CancelledError
+                        watch.moved()
                         yield reply_from_proto(message)
+                        # Placing it was our own time.
+                        watch.moved()
             except grpc.RpcError as error:
                 if cancel.is_set():
                     raise _CancelledError from error
+                if watch.stalled:
+                    raise DeadlineError(
+                        f"{address} sent nothing for too long", allowed=f"{self._stall_s} s"
+                    ) from error
                 raise
             finally:
                 call.cancel()
@@ -179,26 +201,6 @@ class TransferClient:
         with self._lock:
             if self._channels.get(address) is channel:
                 del self._channels[address]
-
-
-@contextmanager
-def _watching(cancel: threading.Event, stop: Callable[[], object]) -> Iterator[None]:
-    """Call `stop` soon after the event is set, even while the body waits for the network."""
-    finished = threading.Event()
-
-    def watch() -> None:
-        while not finished.wait(CANCEL_POLL_S):
-            if cancel.is_set():
-                stop()
-                return
-
-    watcher = threading.Thread(target=watch, name="kvferry-pull-cancel", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        finished.set()
-        watcher.join()
 
 
 def _ended(

@@ -1,9 +1,9 @@
 """The gRPC front of a worker: it turns messages into values and errors into statuses, no more."""
 
-import errno
-import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Protocol
 
 import grpc
@@ -14,11 +14,14 @@ from grpc_health.v1 import (
 )
 
 from kvferry.proto.bind import require_safe_bind
-from kvferry.proto.errors import ConfigError, PortTakenError
+from kvferry.proto.errors import BusyError
+from kvferry.proto.grpc_status import decode_message
+from kvferry.proto.listening import why_not_listening
 from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker.frames import Frame, Header
 from kvferry.worker.grpc_errors import abort_with, require_deadline
 from kvferry.worker.grpc_options import SERVER_OPTIONS
+from kvferry.worker.stall_watch import StallWatch
 from kvferry.worker.transfer_wire import (
     FetchAsk,
     StoreAsk,
@@ -29,9 +32,12 @@ from kvferry.worker.transfer_wire import (
     store_part_from_proto,
 )
 
-# One thread serves one call. As many calls as threads: a call beyond them is refused at once
-# instead of waiting unseen behind a slow one.
-MAX_CONCURRENT_CALLS = 16
+# One thread serves one call. A Fetch or Store beyond the limit is refused at once instead of
+# waiting unseen behind a slow one, by threads that are kept free for that, Describe and health.
+MAX_TRANSFERS = 16
+NUM_SPARE_THREADS = 4
+# A peer that neither reads nor sends for so long gives its place to another.
+STALL_TIMEOUT_S = 30.0
 STOP_GRACE_S = 2.0
 SERVICE_NAME = "kvferry.transfer.v1.Transfer"
 
@@ -57,6 +63,8 @@ class TransferServer:
         bind: host to listen on.
         port: 0 lets the system choose.
         insecure: allow a host beyond loopback.
+        max_transfers: number of Fetch and Store calls at once.
+        stall_s: seconds after which a Fetch or Store whose peer does nothing is ended.
 
     Raises:
         InsecureBindError: `bind` is not loopback and `insecure` is False.
@@ -64,17 +72,23 @@ class TransferServer:
         ConfigError: this machine cannot listen on `bind`.
     """
 
-    def __init__(self, service: Transfers, *, bind: str, port: int = 0, insecure: bool) -> None:
+    def __init__(
+        self,
+        service: Transfers,
+        *,
+        bind: str,
+        port: int = 0,
+        insecure: bool,
+        max_transfers: int = MAX_TRANSFERS,
+        stall_s: float = STALL_TIMEOUT_S,
+    ) -> None:
         require_safe_bind(bind, insecure)
         self._threads = ThreadPoolExecutor(
-            MAX_CONCURRENT_CALLS, thread_name_prefix="kvferry-transfer"
+            max_transfers + NUM_SPARE_THREADS, thread_name_prefix="kvferry-transfer"
         )
-        self._server = grpc.server(
-            self._threads,
-            options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
-        )
-        self._server.add_generic_rpc_handlers((_Handlers(service).as_grpc(),))
+        self._server = grpc.server(self._threads, options=SERVER_OPTIONS)
+        handlers = _Handlers(service, max_transfers, stall_s)
+        self._server.add_generic_rpc_handlers((handlers.as_grpc(),))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.port = self._listen(bind, port)
@@ -93,89 +107,101 @@ class TransferServer:
             chosen: int = self._server.add_insecure_port(_join_address(bind, port))
         except RuntimeError as error:
             self._threads.shutdown(wait=False)
-            raise _why_not_listening(bind, port) from error
+            raise why_not_listening(bind, port, error) from error
         return chosen
 
 
 class _Handlers:
     """Every handler catches everything: one that dies silently leaves its client waiting."""
 
-    def __init__(self, service: Transfers) -> None:
+    def __init__(self, service: Transfers, max_transfers: int, stall_s: float) -> None:
         self._service = service
+        self._max_transfers = max_transfers
+        self._stall_s = stall_s
+        self._places = threading.BoundedSemaphore(max_transfers)
 
     def as_grpc(self) -> grpc.GenericRpcHandler:
-        """Return the service for a gRPC server; Fetch yields bytes that are encoded already."""
+        """Return the service for a gRPC server; messages come in as bytes, Fetch yields bytes."""
         return grpc.method_handlers_generic_handler(
             SERVICE_NAME,
             {
                 "Describe": grpc.unary_unary_rpc_method_handler(
                     self._describe,
-                    request_deserializer=transfer_pb2.DescribeRequest.FromString,
                     response_serializer=transfer_pb2.DescribeReply.SerializeToString,
                 ),
-                "Fetch": grpc.unary_stream_rpc_method_handler(
-                    self._fetch, request_deserializer=transfer_pb2.FetchRequest.FromString
-                ),
+                "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
                 "Store": grpc.stream_unary_rpc_method_handler(
                     self._store,
-                    request_deserializer=transfer_pb2.StoreRequest.FromString,
                     response_serializer=transfer_pb2.StoreReply.SerializeToString,
                 ),
             },
         )
 
     def _describe(
-        self, request: transfer_pb2.DescribeRequest, context: grpc.ServicerContext
+        self, request: bytes, context: grpc.ServicerContext
     ) -> transfer_pb2.DescribeReply:
         try:
             require_deadline(context)
+            decode_message(transfer_pb2.DescribeRequest, request)
             return description_to_proto(self._service.describe())
         except Exception as error:
             abort_with(context, error)
 
-    def _fetch(
-        self, request: transfer_pb2.FetchRequest, context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def _fetch(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            require_deadline(context)
-            for part in self._service.open_fetch(fetch_ask_from_proto(request)):
-                # Nobody interrupts a handler whose client has left; it has to look.
-                if not context.is_active():
-                    return
-                yield encode_reply(part)
+            with self._admitted(context) as watch:
+                ask = fetch_ask_from_proto(decode_message(transfer_pb2.FetchRequest, request))
+                for part in self._service.open_fetch(ask):
+                    # Nobody interrupts a handler whose client has left; it has to look.
+                    if not context.is_active():
+                        return
+                    yield encode_reply(part)
+                    watch.moved()
         except Exception as error:
             abort_with(context, error)
 
     def _store(
-        self,
-        request_iterator: Iterator[transfer_pb2.StoreRequest],
-        context: grpc.ServicerContext,
+        self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> transfer_pb2.StoreReply:
         try:
-            require_deadline(context)
-            parts = (store_part_from_proto(message) for message in request_iterator)
-            return transfer_pb2.StoreReply(num_stored=self._service.accept_store(parts))
+            with self._admitted(context) as watch:
+                num_stored = self._service.accept_store(_store_parts(requests, watch))
+            return transfer_pb2.StoreReply(num_stored=num_stored)
         except Exception as error:
             abort_with(context, error)
+
+    @contextmanager
+    def _admitted(self, context: grpc.ServicerContext) -> Iterator[StallWatch]:
+        """Hold one of the places for transfers, and end the call when its peer stalls.
+
+        Raises:
+            BadInputError: no deadline, or one too far away.
+            BusyError: no place is free.
+        """
+        require_deadline(context)
+        if not self._places.acquire(blocking=False):
+            raise BusyError(
+                "this worker serves no more transfers at once",
+                given=self._max_transfers + 1,
+                allowed=self._max_transfers,
+            )
+        try:
+            # Cancelling is all that another thread can do: it wakes the handler's own.
+            with StallWatch(
+                context.cancel, stall_s=self._stall_s, poll_s=self._stall_s / 10
+            ) as watch:
+                yield watch
+        finally:
+            self._places.release()
+
+
+def _store_parts(requests: Iterator[bytes], watch: StallWatch) -> Iterator[StoreAsk | Frame]:
+    for request in requests:
+        watch.moved()
+        yield store_part_from_proto(decode_message(transfer_pb2.StoreRequest, request))
+        # Writing it was our own time.
+        watch.moved()
 
 
 def _join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _why_not_listening(host: str, port: int) -> ConfigError | PortTakenError:
-    """Ask the system itself: gRPC says only that it failed."""
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(place)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            return ConfigError(
-                f"cannot listen on this host: {error.strerror}",
-                given=host,
-                allowed="an address of this machine",
-            )
-    return PortTakenError("another process listens on the port", given=port, allowed="a free port")

@@ -1,0 +1,55 @@
+"""Ends a stream from outside while its own thread waits for the network."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Self
+
+
+class StallWatch:
+    """Within `with`, calls `stop` when nothing has moved for too long or `cancel` is set.
+
+    Args:
+        stop: ends the stream; called in the watch's own thread.
+        stall_s: seconds without `moved` after which the stream counts as stalled.
+        poll_s: how often it looks.
+        cancel: set by whoever gives the stream up.
+    """
+
+    def __init__(
+        self,
+        stop: Callable[[], object],
+        *,
+        stall_s: float,
+        poll_s: float,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        self.stalled = False
+        self._stop = stop
+        self._stall_s = stall_s
+        self._poll_s = poll_s
+        self._cancel = cancel
+        self._finished = threading.Event()
+        self._moved_at_s = time.monotonic()
+        self._thread = threading.Thread(target=self._watch, name="kvferry-stall", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.moved()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._finished.set()
+        self._thread.join()
+
+    def moved(self) -> None:
+        """Say that the peer has done its part, or that we have just done ours."""
+        self._moved_at_s = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._finished.wait(self._poll_s):
+            cancelled = self._cancel is not None and self._cancel.is_set()
+            self.stalled = time.monotonic() - self._moved_at_s > self._stall_s
+            if cancelled or self.stalled:
+                self._stop()
+                return
