@@ -3,10 +3,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvferry.proto.errors import BadInputError
-from kvferry.worker.slot_mapping import NOT_HERE, slots
+from kvferry.worker.slot_mapping import NOT_HERE, local_lengths, slots
 
 GOLDEN = Path(os.environ.get("KVFERRY_GOLDEN") or Path(__file__).parents[2] / "golden" / "data")
 
@@ -42,26 +45,65 @@ def test_slots_are_those_of_real_vllm_on_the_owner_and_absent_elsewhere() -> Non
             assert [mapping[position] for mapping in by_rank] == wanted, vector
 
 
-def test_each_rank_owns_as_many_tokens_as_in_real_vllm() -> None:
+def test_each_rank_holds_as_many_tokens_as_in_real_vllm() -> None:
     vectors = golden("local_lengths")
     assert vectors
     for vector in vectors:
-        for length, local in zip(vector["lengths"], vector["expect"]["local"], strict=True):
-            expected = local if isinstance(local, list) else [local]
-            counts = [
-                num_owned(length, rank, vector["dcp"], vector["interleave"])
-                for rank in range(vector["dcp"])
-            ]
-            assert counts == expected, vector
+        local = local_lengths(
+            vector["lengths"], num_shards=vector["dcp"], interleave=vector["interleave"]
+        )
+        # A single rank's lengths were recorded flat.
+        expected = np.asarray(vector["expect"]["local"]).reshape(local.shape)
+        assert local.tolist() == expected.tolist(), vector
 
 
-def num_owned(length: int, rank: int, num_shards: int, interleave: int) -> int:
-    """Return how many of the first `length` tokens the rank holds, in blocks of one interleave."""
+def test_every_recorded_line_is_slots_or_local_lengths() -> None:
+    num_lines = len((GOLDEN / "slots_017.jsonl").read_text().splitlines())
+    assert len(golden("slots")) + len(golden("local_lengths")) == num_lines
+
+
+@given(
+    length=st.integers(0, 200),
+    num_shards=st.integers(1, 8),
+    interleave=st.integers(1, 4),
+    rounds=st.integers(1, 3),
+)
+def test_a_rank_holds_as_many_tokens_as_it_has_slots_for(
+    length: int, num_shards: int, interleave: int, rounds: int
+) -> None:
+    block_tokens = interleave * rounds
     table = range(1, length + 2)
-    mapping = slots(
-        table, 0, length, interleave, rank=rank, num_shards=num_shards, interleave=interleave
-    )
-    return int((mapping != NOT_HERE).sum())
+    by_rank = [
+        slots(
+            table, 0, length, block_tokens, rank=rank, num_shards=num_shards, interleave=interleave
+        )
+        for rank in range(num_shards)
+    ]
+    held = local_lengths([length], num_shards=num_shards, interleave=interleave)
+    assert held.tolist() == [[int((mapping != NOT_HERE).sum()) for mapping in by_rank]]
+
+
+def test_no_lengths_give_no_rows() -> None:
+    assert local_lengths([], num_shards=2).shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_shards": 0}, "num_shards must be positive; given: 0"),
+        ({"interleave": 0}, "interleave must be positive; given: 0"),
+    ],
+)
+def test_shards_and_interleave_below_one_are_refused(
+    settings: dict[str, int], message: str
+) -> None:
+    with pytest.raises(BadInputError, match=message):
+        local_lengths([1], **settings)
+
+
+def test_a_negative_length_is_refused() -> None:
+    with pytest.raises(BadInputError, match="a negative length; given: -1; allowed: >= 0"):
+        local_lengths([3, -1])
 
 
 def test_one_rank_maps_positions_in_the_middle_of_the_table() -> None:

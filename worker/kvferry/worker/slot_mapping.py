@@ -1,4 +1,4 @@
-"""Where each token of a sequence lives in this rank's KV memory.
+"""Where each token of a sequence lives in this rank's KV memory, and how many live there.
 
 With N token shards and interleave I, a block id covers V = block_tokens * N positions, dealt to
 the shards I at a time. One shard (the default) is the ordinary slot mapping.
@@ -54,3 +54,26 @@ def slots(
     local = round_index * interleave + in_virtual_block % interleave
     block_id = np.asarray(block_table, dtype=np.int64)[table_index]
     return np.where(owner == rank, block_id * block_tokens + local, NOT_HERE)
+
+
+def local_lengths(
+    lengths: Sequence[int], *, num_shards: int = 1, interleave: int = 1
+) -> npt.NDArray[np.int64]:
+    """Return how many of the first `length` tokens each rank holds, for every given length.
+
+    Shape [len(lengths), num_shards], int64; the rows add up to `lengths`.
+
+    Raises:
+        BadInputError: a length is negative, or `num_shards` or `interleave` is below 1.
+    """
+    for name, value in (("num_shards", num_shards), ("interleave", interleave)):
+        if value < 1:
+            raise BadInputError(f"{name} must be positive", given=value, allowed=">= 1")
+    total = np.asarray(lengths, dtype=np.int64)
+    if total.size and total.min() < 0:
+        raise BadInputError("a negative length", given=int(total.min()), allowed=">= 0")
+    in_whole_rounds = total // (interleave * num_shards) * interleave
+    left = total - in_whole_rounds * num_shards
+    before = np.arange(num_shards, dtype=np.int64) * interleave
+    in_last_round: npt.NDArray[np.int64] = np.clip(left[:, None] - before, 0, interleave)
+    return in_whole_rounds[:, None] + in_last_round
