@@ -77,6 +77,7 @@ def packed_groups(layers: Mapping[str, LayerSpec], profile: Profile) -> tuple[Ca
         if fills_only(bucket):
             fitting = max(width // bucket.spec.page_bytes, 1)
             num_groups = max(num_groups, _ceil_div(len(bucket.layers), fitting))
+            num_groups = min(num_groups, bucket.repeats)
         for names in bucket.split(num_groups):
             groups.append(uniform_group({name: layers[name] for name in names}))
     return tuple(groups)
