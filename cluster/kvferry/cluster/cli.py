@@ -19,7 +19,6 @@ import typer
 from kvferry.cluster import cli_demo
 from kvferry.proto.errors import BadInputError, KvferryError
 
-EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(

@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import get_args
 
+from kvferry.cluster.serving.scheduler import Policy
 from kvferry.proto.bind import is_loopback, require_safe_bind
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.scheme import Algorithm, KeyFormat
 
-Policy = Literal["fcfs", "priority"]
 MAX_PORT = 65535
 MAX_DIGITS = 10
 
@@ -16,6 +16,8 @@ MAX_DIGITS = 10
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
     """One service: a coordinator and the instances of one model.
+
+    What depends on the model or the machine (dtype, device, sizes) is checked when they are read.
 
     Raises:
         ConfigError: a value is out of range; the message names it.
@@ -90,6 +92,9 @@ class ServiceConfig:
                 given=self.hash_seed,
                 allowed="0 to 4294967295",
             )
+        _one_of("algorithm", self.algorithm, get_args(Algorithm))
+        _one_of("key_format", self.key_format, get_args(KeyFormat))
+        _one_of("policy", self.policy, get_args(Policy))
         if not _is_ray_address(self.ray_address):
             raise ConfigError(
                 "not the address of a Ray cluster",
@@ -137,6 +142,11 @@ def _is_ray_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
     is_place = bool(host) and _is_decimal(port) and 0 < int(port) <= MAX_PORT
     return text in ("local", "auto") or (is_place and "/" not in host)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"unknown {name}", given=str(value), allowed=list(allowed))
 
 
 def _at_least(config: ServiceConfig, smallest: int, *names: str) -> None:

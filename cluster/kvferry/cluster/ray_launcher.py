@@ -38,7 +38,7 @@ from kvferry.worker.device import gpus_per_process
 
 log = logging.getLogger(__name__)
 
-remote: Any = ray.remote  # its types know neither concurrency groups nor max_concurrency
+remote: Any = ray.remote  # its types do not know max_concurrency
 RANK_THREADS = 8
 COORDINATOR_START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 1.0
@@ -140,9 +140,7 @@ class RayService:
 
     def _start_coordinator(self) -> ActorHandle[Any]:
         config = self.config
-        actor = remote(
-            num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups={"health": 1}
-        )(CoordinatorActor)
+        actor = remote(num_cpus=0, max_restarts=0, max_task_retries=0)(CoordinatorActor)
         self._coordinator = actor.options(
             name=naming.coordinator_name(self._service_id), runtime_env=self._environment(1)
         ).remote(scheme=self.scheme, epoch=Epoch(1), expected_identity=self.identity)

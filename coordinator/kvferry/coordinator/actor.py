@@ -72,8 +72,6 @@ class CoordinatorActor:
         self._front: Front | None = None
         self._ticker: threading.Thread | None = None
         self._stopping = threading.Event()
-        self._num_calls = 0
-        self._health: dict[str, Any] = {"running": False, "epoch": int(epoch)}
 
     def start(self, front: StartFront | None = None) -> Epoch:
         """Begin to answer, through `front` as well if given, and return the epoch.
@@ -92,7 +90,6 @@ class CoordinatorActor:
             if self._service is not None:
                 return self._epoch
             self._service = CoordinatorService(**self._settings)
-            self._publish(self._service)
         self._ticker = threading.Thread(target=self._tick, name="coordinator-tick", daemon=True)
         self._ticker.start()
         if front is not None:
@@ -116,22 +113,12 @@ class CoordinatorActor:
             if service is None:
                 raise UnavailableError("the coordinator is not running")
             reply, effects = service.handle(command, time.monotonic())
-            self._num_calls += 1
-            self._publish(service)
         _log(effects)
         return reply
 
     def front_address(self) -> str | None:
         """Return where the front listens, "host:port"; None without one."""
         return self._front.address if self._front is not None else None
-
-    def ping(self) -> Epoch:
-        """Return the epoch, to show that the process lives."""
-        return self._epoch
-
-    def health(self) -> dict[str, Any]:
-        """Return counts as of the last command, without waiting for one that runs."""
-        return self._health
 
     def stop(self) -> None:
         """Stop the front and the clock; later commands are refused."""
@@ -144,18 +131,6 @@ class CoordinatorActor:
             self._ticker = None
         with self._lock:
             self._service = None
-            self._health = {**self._health, "running": False}
-
-    def _publish(self, service: CoordinatorService) -> None:
-        # A new dictionary each time: readers without the lock see one moment, never a mixture.
-        self._health = {
-            "running": True,
-            "epoch": int(self._epoch),
-            "num_calls": self._num_calls,
-            "num_instances": len(service.state.instances),
-            "num_leases": len(service.state.leases),
-            "num_handoffs": len(service.state.handoffs),
-        }
 
     def _tick(self) -> None:
         while not self._stopping.wait(self._tick_interval_s):

@@ -107,6 +107,7 @@ def _release(
         if not load.cancelled:
             load.cancelled = True
             outcome.cancel_loads.append(release.request_id)
+            state.counters["cancelled_loads"] += 1
         return
     if release.handoff:
         _lease_for_handoff(state, instance, request, now)

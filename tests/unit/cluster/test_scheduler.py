@@ -60,7 +60,6 @@ def request(
     *,
     prefill_only: bool = False,
     priority: int = 0,
-    arrival: int = 0,
 ) -> EngineRequest:
     return EngineRequest(
         request_id=RequestId(name),
@@ -68,7 +67,6 @@ def request(
         sampling=SamplingParams(max_tokens=max_tokens),
         prefill_only=prefill_only,
         priority=priority,
-        arrival=arrival,
     )
 
 
@@ -259,8 +257,8 @@ def test_a_preempted_request_finishes_and_its_prompt_is_counted_once(rig: Rig) -
 @pytest.mark.parametrize(("policy", "victim"), [("fcfs", "b"), ("priority", "a")])
 def test_the_policy_chooses_the_victim(rig: Rig, policy: Policy, victim: str) -> None:
     scheduler = rig.add_instance("d", num_blocks=7, policy=policy)
-    scheduler.add(request("a", range(8), max_tokens=9, priority=1, arrival=0))
-    scheduler.add(request("b", range(100, 108), max_tokens=9, priority=0, arrival=1))
+    scheduler.add(request("a", range(8), max_tokens=9, priority=1))
+    scheduler.add(request("b", range(100, 108), max_tokens=9, priority=0))
     rig.run_until_idle("d")
     assert [name for name in "ab" if rig.finished(name).preemptions] == [victim]
 
@@ -307,16 +305,6 @@ def test_an_abort_between_a_cancelled_loads_end_and_its_preemption_is_not_lost(r
     rig.run_until_idle("d")
     assert rig.finished("r").reason == "aborted"
     assert rig.finished("a").reason == "length"
-
-
-def test_a_second_request_of_an_id_in_flight_is_refused(rig: Rig) -> None:
-    scheduler = rig.add_instance("d")
-    scheduler.add(request("r", range(8)))
-    with pytest.raises(ConfigError, match="in flight"):
-        scheduler.add(request("r", range(4)))
-    rig.run_until_idle("d")
-    assert rig.finished("r").reason == "length"
-    scheduler.add(request("r", range(4)))
 
 
 def test_a_moved_request_goes_on_after_its_last_token(rig: Rig) -> None:

@@ -235,7 +235,7 @@ class Fleet:
         )
 
     def close_handoff(self, request: str) -> bool:
-        command = CloseHandoff(call_id=self.call_id(), request_id=RequestId(request), reason="test")
+        command = CloseHandoff(call_id=self.call_id(), request_id=RequestId(request))
         return self.ask(command, Done).changed
 
     def describe(self) -> Description:

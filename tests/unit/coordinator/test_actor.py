@@ -1,6 +1,5 @@
 """The shell: lock, clock, ticks, front."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -88,21 +87,11 @@ def test_deadlines_pass_without_any_command(actor: CoordinatorActor) -> None:
     assert isinstance(leased, Leased)
     assert leased.num_blocks == 1
     deadline_s = time.monotonic() + 5.0
-    while actor.health()["num_leases"] and time.monotonic() < deadline_s:
+    service = actor._service
+    assert service is not None
+    while len(service.state.leases) and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert actor.health()["num_leases"] == 0
-
-
-def test_health_answers_while_a_command_holds_the_lock(actor: CoordinatorActor) -> None:
-    assert actor.health() == {"running": False, "epoch": 1}
-    actor.start()
-    with actor._lock:
-        answers: list[dict[str, object]] = []
-        asking = threading.Thread(target=lambda: answers.append(actor.health()))
-        asking.start()
-        asking.join(timeout=5.0)
-    assert [(a["running"], a["num_instances"]) for a in answers] == [(True, 0)]
-    assert actor.ping() == 1
+    assert len(service.state.leases) == 0
 
 
 def test_the_front_gets_the_call_function_and_is_stopped(actor: CoordinatorActor) -> None:
@@ -126,4 +115,5 @@ def test_a_front_that_cannot_start_stops_the_coordinator(actor: CoordinatorActor
 
     with pytest.raises(PortTakenError):
         actor.start(front)
-    assert not actor.health()["running"]
+    with pytest.raises(UnavailableError, match="not running"):
+        actor.call(Describe())

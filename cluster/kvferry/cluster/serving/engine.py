@@ -74,7 +74,6 @@ class Engine:
         forward: runs the model over slices and samples.
         mover: the worker that holds the KV tensors.
         coordinator: called once per step.
-        on_failure: called once from the loop's thread when it cannot go on.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from kvferry.proto.extra_keys import RequestKeys
 from kvferry.proto.ids import RequestId
 from kvferry.worker.model.sampling import SamplingParams
 
-FinishReason = Literal["stop", "length", "prefilled", "aborted", "error"]
+FinishReason = Literal["stop", "length", "prefilled", "aborted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class EngineRequest:
 
     `output_token_ids` were already produced elsewhere (the request moved here). With
     `prefill_only` the engine computes the prompt's full blocks short of the last token and stops.
-    Lower `priority` runs first under the priority policy; `arrival` breaks ties.
+    Lower `priority` runs first under the priority policy, equal ones in their order of arrival.
     """
 
     request_id: RequestId
@@ -26,7 +26,6 @@ class EngineRequest:
     keys: RequestKeys = field(default_factory=RequestKeys)
     prefill_only: bool = False
     priority: int = 0
-    arrival: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,6 @@ class Finished:
     accounting: Accounting
     pulled_bytes: int
     preemptions: int
-    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

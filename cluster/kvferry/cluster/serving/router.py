@@ -16,7 +16,13 @@ from kvferry.cluster.ports import AsyncCoordinatorPort
 from kvferry.cluster.serving.legs import EngineLink, Legs
 from kvferry.cluster.serving.requests import Accounting, EngineRequest, Finished
 from kvferry.cluster.serving.routing import Route, choose_route
-from kvferry.proto.errors import InstanceDiedError, KvferryError, NotFoundError
+from kvferry.proto.errors import (
+    BusyError,
+    InstanceDiedError,
+    KvferryError,
+    NotFoundError,
+    UnavailableError,
+)
 from kvferry.proto.hashing import hash_tokens
 from kvferry.proto.ids import BlockHash, InstanceId, RequestId
 from kvferry.proto.messages import CloseHandoff, Locate, Located, OpenHandoff
@@ -154,9 +160,9 @@ class Router:
         while True:
             chosen = route or await self._route(request)
             route = None
-            if chosen.prefill is not None and not journey.tokens:
-                await self._prefill(journey, chosen)
             try:
+                if chosen.prefill is not None and not journey.tokens:
+                    await self._prefill(journey, chosen)
                 async with aclosing(self._decode(journey, chosen.decode)) as events:
                     async for event in events:
                         yield event
@@ -216,7 +222,7 @@ class Router:
             async with aclosing(leg) as outputs:
                 async for output in outputs:
                     journey.prefill = output.finished
-        except (InstanceDiedError, NotFoundError) as error:
+        except (UnavailableError, BusyError, NotFoundError) as error:
             log.warning(
                 "request %s: no prefill at %s: %s", request.request_id, route.prefill, error
             )
@@ -238,7 +244,7 @@ class Router:
     async def _close_handoff(self, request_id: RequestId) -> None:
         try:
             await self._coordinator.call(
-                CloseHandoff(call_id=self._call_id(), request_id=request_id, reason="served"),
+                CloseHandoff(call_id=self._call_id(), request_id=request_id),
                 timeout_s=CALL_TIMEOUT_S,
             )
         except KvferryError as error:  # its deadline closes it

@@ -142,19 +142,7 @@ class Scheduler:
         self._ending_in_step: list[Output] = []
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request.
-
-        Raises:
-            ConfigError, PromptTooLongError, NeverFitsError: see `require_fits`; or a request of
-                this id is here already.
-        """
-        require_fits(request, self._limits)
-        if request.request_id in self._known_ids():
-            raise ConfigError(
-                "a request of this id is in flight",
-                given=request.request_id,
-                allowed="an id of its own",
-            )
+        """Queue a request that fits (`require_fits`), with an id that no other one here has."""
         sequence = Sequence(request, self._scheme, self._limits.block_tokens)
         if sequence.target_tokens == 0:  # a prefill of less than one full block
             self._outputs.append(_end_of(sequence, "prefilled"))
@@ -289,10 +277,6 @@ class Scheduler:
         return outputs
 
     # ---------------------------------------------------------------------------------------------
-
-    def _known_ids(self) -> set[RequestId]:
-        here = [*self._waiting, *self._running, *self._loading.values()]
-        return {sequence.request_id for sequence in here}
 
     def _ask(self, sequence: Sequence) -> AdmitAsk:
         sequence.num_reported_hashes = len(sequence.chain.hashes)

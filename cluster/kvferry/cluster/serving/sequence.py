@@ -72,9 +72,9 @@ class Sequence:
             return (self.num_tokens - 1) // self._block_tokens * self._block_tokens
         return self.num_tokens
 
-    def rank(self) -> tuple[int, int]:
+    def rank(self) -> int:
         """Return the sort key of the priority policy; lower runs first."""
-        return self.request.priority, self.request.arrival
+        return self.request.priority
 
     def append(self, token: int) -> None:
         """Add a generated token and hash the block it may have filled."""
