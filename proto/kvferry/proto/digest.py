@@ -17,12 +17,30 @@ import hashlib
 import pickle
 import sys
 from collections.abc import Callable
+from typing import Protocol
 
 import cbor2
 import xxhash
 
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.scheme import Algorithm
+
+
+class Digest(Protocol):
+    """A digest that takes its bytes in pieces, as hashlib and xxhash make them."""
+
+    def copy(self) -> "Digest":
+        """Return another one that has taken the same bytes."""
+        ...
+
+    def update(self, data: bytes, /) -> None:
+        """Take more bytes."""
+        ...
+
+    def digest(self) -> bytes:
+        """Return the digest of the bytes taken so far."""
+        ...
+
 
 # Pinned: the highest protocol of a future Python would change every hash.
 _PICKLE_PROTOCOL = 5
@@ -36,7 +54,7 @@ def digest(algorithm: Algorithm, value: object) -> bytes:
         BadInputError: the value holds something that cannot be serialised.
     """
     try:
-        serialise, hash_bytes = _ALGORITHMS[algorithm]
+        serialise, start = _ALGORITHMS[algorithm]
     except (KeyError, TypeError):  # a list, say, cannot even be looked up
         raise ConfigError(
             "unknown hash algorithm", given=repr(algorithm), allowed=list(_ALGORITHMS)
@@ -49,7 +67,12 @@ def digest(algorithm: Algorithm, value: object) -> bytes:
             given=str(error),
             allowed="bytes, integers, texts that UTF-8 can encode, tuples of them, None",
         ) from error
-    return hash_bytes(serialised)
+    return start(serialised).digest()
+
+
+def start_digest(algorithm: Algorithm, data: bytes) -> Digest:
+    """Return the digest of a value of whose serialised form `data` is the beginning."""
+    return _ALGORITHMS[algorithm][1](data)
 
 
 def depends_on_identity(algorithm: Algorithm) -> bool:
@@ -91,13 +114,9 @@ def _to_pickle(value: object) -> bytes:
     return pickle.dumps(value, protocol=_PICKLE_PROTOCOL)
 
 
-def _sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
-
-
-_ALGORITHMS: dict[Algorithm, tuple[Callable[[object], bytes], Callable[[bytes], bytes]]] = {
-    "sha256_cbor": (_to_cbor, _sha256),
-    "sha256": (_to_pickle, _sha256),
-    "xxhash_cbor": (_to_cbor, xxhash.xxh3_128_digest),
-    "xxhash": (_to_pickle, xxhash.xxh3_128_digest),
+_ALGORITHMS: dict[Algorithm, tuple[Callable[[object], bytes], Callable[[bytes], Digest]]] = {
+    "sha256_cbor": (_to_cbor, hashlib.sha256),
+    "sha256": (_to_pickle, hashlib.sha256),
+    "xxhash_cbor": (_to_cbor, xxhash.xxh3_128),
+    "xxhash": (_to_pickle, xxhash.xxh3_128),
 }

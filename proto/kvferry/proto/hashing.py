@@ -10,14 +10,13 @@ import reprlib
 from collections.abc import Sequence
 from typing import get_args
 
-from kvferry.proto.digest import depends_on_identity, digest, with_own_objects
+from kvferry.proto.block_links import ExtraKeys, link, link_blocks
+from kvferry.proto.digest import digest
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.extra_keys import NO_KEYS, RequestKeys, block_extra_keys, require_keys
 from kvferry.proto.ids import BlockHash
 from kvferry.proto.scheme import Algorithm, HashScheme, KeyFormat
-from kvferry.proto.tokens import normalise_tokens
-
-"""No prompt is longer; and the number still fits every message."""
+from kvferry.proto.tokens import pack_tokens
 
 DEFAULT_SEED_032 = "vllm-none-hash"
 """What vLLM 0.32 hashes for the root when PYTHONHASHSEED is unset and the algorithm is sha256*.
@@ -74,7 +73,7 @@ def hash_block(
     Args:
         scheme: the service's scheme.
         parent: the hash before it, `scheme.none_hash` for the first block.
-        tokens: `scheme.hash_block_tokens` ids, in any form `normalise_tokens` takes.
+        tokens: `scheme.hash_block_tokens` ids, in any form `pack_tokens` takes.
         extra_keys: what `block_extra_keys` returns for this block.
 
     Raises:
@@ -89,7 +88,7 @@ def hash_block(
             allowed="bytes, bytearray or memoryview, not empty",
         )
     _require_extra_keys(extra_keys)
-    plain = normalise_tokens(tokens, who="block")
+    plain = pack_tokens(tokens, who="block")
     if len(plain) != scheme.hash_block_tokens:
         raise BadInputError(
             "only full blocks are hashed",
@@ -97,7 +96,7 @@ def hash_block(
             allowed=f"{scheme.hash_block_tokens} tokens",
         )
     # CBOR encoders disagree about bytearray and memoryview; pickle writes other bytes for them.
-    return _link(scheme, bytes(parent), plain, extra_keys)
+    return link(scheme, bytes(parent), plain, extra_keys)
 
 
 def _require_extra_keys(extra_keys: object) -> None:
@@ -124,14 +123,6 @@ def _require_key_format(key_format: object) -> None:
         )
 
 
-def _link(
-    scheme: HashScheme, parent: bytes, tokens: list[int], extra_keys: tuple[object, ...] | None
-) -> BlockHash:
-    if extra_keys is not None and depends_on_identity(scheme.algorithm):
-        extra_keys = with_own_objects(extra_keys)
-    return BlockHash(digest(scheme.algorithm, (parent, tuple(tokens), extra_keys)))
-
-
 class HashChain:
     """The chain of one request, grown as its tokens arrive.
 
@@ -150,7 +141,7 @@ class HashChain:
         self._keys = keys
         self._who = who
         self._hashes: tuple[BlockHash, ...] = ()
-        self._tail: list[int] = []
+        self._tail = pack_tokens()
 
     @property
     def hashes(self) -> tuple[BlockHash, ...]:
@@ -163,27 +154,38 @@ class HashChain:
         return len(self._hashes) * self._scheme.hash_block_tokens + len(self._tail)
 
     def extend(self, tokens: object) -> tuple[BlockHash, ...]:
-        """Take more tokens (see `normalise_tokens`) and return the hashes of newly full blocks.
+        """Take more tokens (see `pack_tokens`) and return the hashes of newly full blocks.
 
         Raises:
             TokenError: a token that cannot be hashed; the chain is as it was.
         """
-        waiting = self._tail + normalise_tokens(tokens, who=self._who)
+        new_tokens = pack_tokens(tokens, who=self._who)
+        waiting = self._tail + new_tokens if self._tail else new_tokens
         size = self._scheme.hash_block_tokens
-        resumed_at = len(self._hashes) * size
+        num_full = len(waiting) // size * size
+        if not num_full:  # the usual case while decoding
+            self._tail = waiting
+            return ()
         parent = self._hashes[-1] if self._hashes else self._scheme.none_hash
-        new: list[BlockHash] = []
-        for first in range(0, len(waiting) - size + 1, size):
-            start = resumed_at + first
-            extra_keys = block_extra_keys(
+        new = tuple(
+            link_blocks(self._scheme, parent, waiting[:num_full], self._extra_keys(num_full))
+        )
+        self._hashes += new
+        self._tail = waiting[num_full:]
+        return new
+
+    def _extra_keys(self, num_tokens: int) -> list[ExtraKeys]:
+        """Return the extra keys of the next blocks, of `num_tokens` tokens together."""
+        size = self._scheme.hash_block_tokens
+        if self._keys == NO_KEYS:
+            return [None] * (num_tokens // size)
+        resumed_at = len(self._hashes) * size
+        return [
+            block_extra_keys(
                 self._scheme.key_format, self._keys, start, start + size, resumed_at=resumed_at
             )
-            link = _link(self._scheme, parent, waiting[first : first + size], extra_keys)
-            new.append(link)
-            parent = link
-        self._hashes += tuple(new)
-        self._tail = waiting[len(new) * size :]
-        return tuple(new)
+            for start in range(resumed_at, resumed_at + num_tokens, size)
+        ]
 
 
 def hash_tokens(
