@@ -1,13 +1,66 @@
 """Which instances hold which hash: one dictionary per identity, one bit per instance.
 
 Fed by the events of the pools; answers the longest prefix of every instance in one pass.
+
+Masks that were made alike are one object, so that the pass compares pointers, not bits: its time
+hardly depends on the number of instances.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 from kvferry.coordinator.pool_events import PoolEvent, Removed, Stored
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import GroupedHash, InstanceId
+
+
+class PrefixLengths(Mapping[InstanceId, int]):
+    """How many keys, from the first without a gap, each instance holds; those with none are absent.
+
+    Decoded when it is read: whoever wants the best few does not pay for a thousand. Valid until the
+    index changes.
+    """
+
+    def __init__(self, runs: Sequence[tuple[int, int]], members: Mapping[int, InstanceId]) -> None:
+        """Keep `(length, mask)` pairs, lengths ascending and masks disjoint, and names of bits."""
+        self._runs = runs
+        self._members = members
+
+    def longest_first(self) -> Iterator[tuple[InstanceId, int]]:
+        """Yield instances with their lengths, longest first, and of one length any first."""
+        for length, mask in reversed(self._runs):
+            left = mask
+            while left:
+                lowest = left & -left
+                yield self._members[lowest.bit_length() - 1], length
+                left ^= lowest
+
+    @cached_property
+    def _lengths(self) -> dict[InstanceId, int]:
+        return dict(self.longest_first())
+
+    def __getitem__(self, instance_id: InstanceId) -> int:
+        return self._lengths[instance_id]
+
+    def __iter__(self) -> Iterator[InstanceId]:
+        return iter(self._lengths)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+
+class _Toggle:
+    """Turns one bit of masks over; equal results in a row are one object."""
+
+    def __init__(self, bit: int) -> None:
+        self.bit = bit
+        self._before = -1
+        self._after = -1
+
+    def of(self, mask: int) -> int:
+        if mask is not self._before:
+            self._before, self._after = mask, mask ^ self.bit
+        return self._after
 
 
 class LocationIndex:
@@ -60,38 +113,55 @@ class LocationIndex:
             InvariantError: a key is removed that the instance does not hold.
 
         """
-        number = self._numbers[instance_id]
         masks = self._masks[self._digests[instance_id]]
+        number = self._numbers[instance_id]
+        toggle = _Toggle(1 << number)
         for event in events:
-            if isinstance(event, Stored):
+            if isinstance(event, Removed):
+                key = event.key
+                if self._extra_copies and self._drop_copy(number, key):
+                    continue
+                mask = masks.get(key, 0)
+                if not mask & toggle.bit:
+                    raise InvariantError(
+                        "a key was removed that the instance does not hold",
+                        given={"instance": instance_id, "key": key.hex()},
+                    )
+                if mask == toggle.bit:
+                    del masks[key]
+                else:
+                    masks[key] = toggle.of(mask)
+            elif isinstance(event, Stored):
                 for key in event.keys:
-                    self._add(masks, number, key)
-            elif isinstance(event, Removed):
-                self._remove(masks, number, event.key)
+                    mask = masks.get(key, 0)
+                    if mask & toggle.bit:
+                        self._add_copy(number, key)
+                    else:
+                        masks[key] = toggle.of(mask)
             else:
                 self._clear(instance_id)
 
     def longest_prefixes(
         self, identity_digest: bytes, keys: Sequence[GroupedHash]
-    ) -> dict[InstanceId, int]:
-        """Return how many of `keys`, from the first without a gap, each instance holds.
-
-        Instances that do not hold the first key are left out.
-        """
-        masks = self._masks.get(identity_digest)
-        if not masks or not keys:
-            return {}
-        lengths: dict[InstanceId, int] = {}
-        alive = masks.get(keys[0], 0)
-        for position, key in enumerate(keys):
-            held = alive & masks.get(key, 0)
-            if held != alive:
-                self._note(lengths, alive & ~held, position)
-                alive = held
-            if not alive:
-                return lengths
-        self._note(lengths, alive, len(keys))
-        return lengths
+    ) -> PrefixLengths:
+        """Return how many of `keys`, from the first without a gap, each instance holds."""
+        masks = self._masks.get(identity_digest, {})
+        runs: list[tuple[int, int]] = []
+        alive = masks.get(keys[0], 0) if keys else 0
+        if alive:
+            for length, mask in enumerate(map(masks.get, keys)):
+                if mask is alive:
+                    continue
+                held = alive & (mask or 0)
+                if held != alive:
+                    runs.append((length, alive ^ held))
+                    if not held:
+                        break
+                # The stored object where it will do: the next keys are likely to have it too.
+                alive = mask if mask == held else held
+            else:
+                runs.append((len(keys), alive))
+        return PrefixLengths(runs, self._members)
 
     def copies_of(self, instance_id: InstanceId) -> dict[GroupedHash, int]:
         """Return every key of an instance with the number of its copies (for checks)."""
@@ -111,35 +181,15 @@ class LocationIndex:
         """Return the instances in the index."""
         return set(self._numbers)
 
-    def _note(self, lengths: dict[InstanceId, int], mask: int, length: int) -> None:
-        while mask:
-            lowest = mask & -mask
-            lengths[self._members[lowest.bit_length() - 1]] = length
-            mask ^= lowest
+    def _add_copy(self, number: int, key: GroupedHash) -> None:
+        self._extra_copies[number, key] = self._extra_copies.get((number, key), 0) + 1
 
-    def _add(self, masks: dict[GroupedHash, int], number: int, key: GroupedHash) -> None:
-        mask = masks.get(key, 0)
-        if mask >> number & 1:
-            self._extra_copies[number, key] = self._extra_copies.get((number, key), 0) + 1
-        else:
-            masks[key] = mask | 1 << number
-
-    def _remove(self, masks: dict[GroupedHash, int], number: int, key: GroupedHash) -> None:
+    def _drop_copy(self, number: int, key: GroupedHash) -> bool:
+        """Forget a copy beyond the first, and tell whether there was one."""
         extra = self._extra_copies.pop((number, key), 0)
         if extra > 1:
             self._extra_copies[number, key] = extra - 1
-        if extra:
-            return
-        mask = masks.get(key, 0)
-        if not mask >> number & 1:
-            raise InvariantError(
-                "a key was removed that the instance does not hold",
-                given={"instance": self._members[number], "key": key.hex()},
-            )
-        if mask == 1 << number:
-            del masks[key]
-        else:
-            masks[key] = mask & ~(1 << number)
+        return extra > 0
 
     def _clear(self, instance_id: InstanceId) -> None:
         number = self._numbers[instance_id]

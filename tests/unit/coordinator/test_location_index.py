@@ -35,6 +35,12 @@ def test_every_instance_gets_its_own_longest_prefix() -> None:
     assert index.longest_prefixes(D1, K[:4]) == {A: 3, B: 1}
 
 
+def test_instances_are_given_longest_prefix_first() -> None:
+    prefixes = index_of(a=(0,), b=(0, 1, 2), c=(0, 1)).longest_prefixes(D1, K[:4])
+    assert list(prefixes.longest_first()) == [(B, 3), (C, 2), (A, 1)]
+    assert (len(prefixes), list(prefixes), prefixes.get(InstanceId("d"))) == (3, [B, C, A], None)
+
+
 def test_a_gap_ends_a_prefix() -> None:
     assert index_of(a=(0, 2, 3)).longest_prefixes(D1, K[:4]) == {A: 1}
 
@@ -59,7 +65,7 @@ def test_a_key_is_gone_with_its_last_copy_only() -> None:
         index.apply(A, [removed(0)])
         assert index.longest_prefixes(D1, K[:1]) == {A: 1}
     index.apply(A, [removed(0)])
-    assert (index.longest_prefixes(D1, K[:1]), index.num_keys()) == ({}, 0)
+    assert (dict(index.longest_prefixes(D1, K[:1])), index.num_keys()) == ({}, 0)
 
 
 def test_clearing_one_instance_leaves_the_others() -> None:
@@ -100,4 +106,35 @@ def test_prefixes_are_those_of_the_sets_held(holdings: list[set[int]]) -> None:
         length = next((i for i in range(6) if i not in held), 6)
         if length:
             expected[InstanceId(f"i{n}")] = length
+    assert index.longest_prefixes(D1, K) == expected
+
+
+def length_of(held: set[int]) -> int:
+    return next((i for i in range(6) if i not in held), 6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 39), st.booleans(), st.lists(st.integers(0, 5), unique=True)),
+        max_size=40,
+    )
+)
+def test_prefixes_follow_what_instances_store_and_remove(
+    changes: list[tuple[int, bool, list[int]]],
+) -> None:
+    names = [f"i{n}" for n in range(40)]
+    index = index_of(**dict.fromkeys(names, (0, 1, 2)))
+    held = {name: {0, 1, 2} for name in names}
+    for n, store, numbers in changes:
+        ours = held[names[n]]
+        if store:
+            new = [number for number in numbers if number not in ours]
+            index.apply(InstanceId(names[n]), [stored(*new)])
+            ours |= set(new)
+        else:
+            old = [number for number in numbers if number in ours]
+            index.apply(InstanceId(names[n]), [removed(number) for number in old])
+            ours -= set(old)
+    expected = {name: length_of(ours) for name, ours in held.items() if length_of(ours)}
     assert index.longest_prefixes(D1, K) == expected
