@@ -18,6 +18,10 @@ VAGUE_NAMES = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py"}
 MAY_IMPORT = {
     "ray": ("cluster/kvferry/cluster/ray_*.py",),
     "grpc": ("*_server.py", "*_client.py", "*/grpc_*.py", "proto/kvferry/proto/v1/*"),
+    "zmq": (
+        "cluster/kvferry/cluster/kv_events_publisher.py",
+        "cluster/kvferry/cluster/kv_events_subscriber.py",
+    ),
 }
 TORCH_CUDA_HOME = "worker/kvferry/worker/device.py"
 # A path of one machine means nothing on the next one.
