@@ -79,7 +79,7 @@ BATCH_032 = KvEventBatch(
     ),
     data_parallel_rank=0,
 )
-# What msgspec 0.23 writes for structs with the fields, the order and the options of vLLM 0.32.
+# What msgspec 0.23 writes for the event classes of vLLM 0.32.0.
 MAP_032 = (
     "93cb3ff8000000000000968ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391c420"
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab1706172656e745f626c6f636b"
