@@ -57,7 +57,7 @@ def new_memory() -> KvMemory:
 
 def block_content(block_hash: BlockHash) -> bytes:
     """Return the canonical bytes that belong to a hash."""
-    return (block_hash * 32)[: new_memory().block_bytes]
+    return (block_hash * 32)[: new_memory().geometry.block_bytes]
 
 
 class Pull:
@@ -149,10 +149,10 @@ def over_grpc(held: list[BlockHash], tamper: Tamper) -> Iterator[Pull]:
             lease_id=LeaseId(""),
             hashes=HASHES,
             block_ids=DESTINATIONS,
-            deadline_s=20.0,
+            timeout_s=20.0,
             cancel=threading.Event(),
         )
-        assert client.residency.counts().num_blocks == outcome.num_blocks
+        assert client.residency.num_blocks() == outcome.num_blocks
         return outcome.num_blocks, outcome.error_type
 
     try:
@@ -187,7 +187,9 @@ def frames_apart(messages: Iterator[Header | Frame]) -> Iterator[Header | Frame]
 def assert_prefix_in_place(pull: Pull, num_blocks: int) -> None:
     for index in range(len(HASHES)):
         expected = (
-            block_content(HASHES[index]) if index < num_blocks else bytes(pull.memory.block_bytes)
+            block_content(HASHES[index])
+            if index < num_blocks
+            else bytes(pull.memory.geometry.block_bytes)
         )
         assert pull.block(index) == expected, index
 

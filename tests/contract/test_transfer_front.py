@@ -1,6 +1,8 @@
 """The gRPC front of one worker: where it may listen, and what it asks of every caller."""
 
+import logging
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,21 +39,23 @@ def listening() -> Iterator[WorkerService]:
         yield worker
 
 
-def pull_one(worker: WorkerService, address: str, incarnation: int) -> PullOutcome:
+def pull_one(
+    worker: WorkerService, address: str, incarnation: int, *, lease_id: str = ""
+) -> PullOutcome:
     return worker.pull(
         source_address=address,
         source_incarnation=Incarnation(incarnation),
-        lease_id=LeaseId(""),
+        lease_id=LeaseId(lease_id),
         hashes=[hash_of(0)],
         block_ids=[BlockId(1)],
-        deadline_s=5.0,
+        timeout_s=5.0,
         cancel=threading.Event(),
     )
 
 
 def test_a_taken_port_is_refused_by_number(listening: WorkerService) -> None:
     port = int(listening.serve().rsplit(":", 1)[1])
-    with here() as worker, pytest.raises(PortTakenError, match=f"given: {port}"):
+    with here() as worker, pytest.raises(PortTakenError, match=f"given: 127.0.0.1:{port};"):
         worker.serve(port=port)
 
 
@@ -75,6 +79,16 @@ def test_a_call_without_a_deadline_is_refused(listening: WorkerService) -> None:
     error = error_of_call(refused.value, "here")
     assert type(error) is BadInputError
     assert error.message == "a call without a deadline"
+
+
+def test_the_log_says_who_asks_for_how_many_blocks_under_which_lease(
+    listening: WorkerService, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "kvferry.worker.transfer_server")
+    with here() as worker:
+        pull_one(worker, listening.serve(), 50, lease_id="lease-7")
+    (line,) = [one.getMessage() for one in caplog.records]
+    assert re.fullmatch(r"ipv4:127\.0\.0\.1:\d+ asks for 1 blocks, lease 'lease-7'", line)
 
 
 def test_the_health_service_says_serving(listening: WorkerService) -> None:

@@ -38,7 +38,9 @@ def test_bytes_from_the_gpu_are_those_of_the_cpu_twin() -> None:
 
 def test_scattered_bytes_are_on_the_gpu_when_the_call_returns() -> None:
     gpu = memory("cuda")
-    payload = torch.randint(0, 256, (gpu.block_bytes,), dtype=torch.uint8).numpy().tobytes()
+    payload = (
+        torch.randint(0, 256, (gpu.geometry.block_bytes,), dtype=torch.uint8).numpy().tobytes()
+    )
     scatter(gpu, [Place(BlockId(5), 0, 3)], payload)
     assert gather(gpu, [Place(BlockId(5), 0, 3)]) == payload
     assert not gpu.layers[0][:, 4].any()

@@ -98,7 +98,7 @@ def pull(
     *,
     indexes: range | None = None,
     incarnation: int = 1,
-    deadline_s: float = 20.0,
+    timeout_s: float = 20.0,
     cancel: threading.Event | None = None,
 ) -> PullOutcome:
     """Pull the hashes of `indexes` into the blocks from the last one downwards."""
@@ -109,7 +109,7 @@ def pull(
         lease_id=LeaseId("lease-1"),
         hashes=[hash_of(index) for index in indexes],
         block_ids=[destination(worker, position) for position in range(len(indexes))],
-        deadline_s=deadline_s,
+        timeout_s=timeout_s,
         cancel=cancel or threading.Event(),
     )
 
@@ -125,10 +125,10 @@ def assert_exactly_in_place(worker: WorkerService, num_blocks: int) -> None:
         found = gather(memory, [Place(destination(worker, position), 0, memory.num_layers)])
         resident = worker.residency.find(pack_group(hash_of(position), ONLY_GROUP))
         if position < num_blocks:
-            assert found == content_of(position, memory.block_bytes), position
+            assert found == content_of(position, memory.geometry.block_bytes), position
             assert resident is not None
         else:
-            assert found == bytes(memory.block_bytes), position
+            assert found == bytes(memory.geometry.block_bytes), position
             assert resident is None
 
 
@@ -153,7 +153,7 @@ def test_what_a_destination_held_is_forgotten_even_when_nothing_arrives(plain: s
 def test_a_worker_describes_itself(host: Host, plain: str) -> None:
     client = TransferClient()
     try:
-        description = client.describe(plain, deadline_s=10.0)
+        description = client.describe(plain, timeout_s=10.0)
     finally:
         client.close()
     assert (description.incarnation, description.pid) == (1, host.process.pid)
@@ -180,7 +180,7 @@ def test_a_source_killed_midway_leaves_the_verified_prefix_long_before_the_deadl
         killer = threading.Timer(1.0, doomed.process.send_signal, [signal.SIGKILL])
         killer.start()
         started = time.monotonic()
-        outcome = pull(worker, source, deadline_s=30.0)
+        outcome = pull(worker, source, timeout_s=30.0)
         killer.join()
         assert time.monotonic() - started < 15.0
         assert (outcome.num_blocks, outcome.error_type) == (2, "UnavailableError")
@@ -191,7 +191,7 @@ def test_a_source_that_stalls_is_left_at_the_deadline(host: Host) -> None:
     source = host.open(behaviour="stall")
     with here() as worker:
         started = time.monotonic()
-        outcome = pull(worker, source, deadline_s=1.5)
+        outcome = pull(worker, source, timeout_s=1.5)
         assert 1.0 < time.monotonic() - started < 8.0
         assert (outcome.num_blocks, outcome.error_type) == (2, "DeadlineError")
         assert_exactly_in_place(worker, 2)
@@ -204,7 +204,7 @@ def test_a_frozen_source_is_left_long_before_the_deadline(behaviour: str) -> Non
         client = TransferClient(stall_s=1.0)
         freezer = threading.Timer(0.7, frozen.process.send_signal, [signal.SIGSTOP])
         if behaviour == "plain":
-            client.describe(source, deadline_s=10.0)
+            client.describe(source, timeout_s=10.0)
             frozen.process.send_signal(signal.SIGSTOP)
         else:
             freezer.start()
@@ -214,7 +214,7 @@ def test_a_frozen_source_is_left_long_before_the_deadline(behaviour: str) -> Non
             make_fetch_ask(worker.identity, [hash_of(index) for index in range(8)]),
             memory=worker.memory,
             block_ids=[destination(worker, position) for position in range(8)],
-            deadline_s=60.0,
+            timeout_s=60.0,
             cancel=threading.Event(),
         )
         assert 0.9 < time.monotonic() - started < 8.0
@@ -232,7 +232,7 @@ def test_a_cancel_ends_a_pull_that_waits_and_closes_its_writer(host: Host) -> No
         canceller = threading.Timer(0.5, cancel.set)
         canceller.start()
         started = time.monotonic()
-        outcome = pull(worker, source, deadline_s=30.0, cancel=cancel)
+        outcome = pull(worker, source, timeout_s=30.0, cancel=cancel)
         canceller.join()
         assert time.monotonic() - started < 8.0
         assert (outcome.num_blocks, outcome.error_type) == (2, "Cancelled")
@@ -251,13 +251,13 @@ def test_a_pull_cancelled_before_it_starts_calls_nobody() -> None:
 
 def test_a_deadline_that_has_passed_is_an_outcome() -> None:
     with here() as worker:
-        assert pull(worker, "127.0.0.1:9", deadline_s=0.0).error_type == "DeadlineError"
+        assert pull(worker, "127.0.0.1:9", timeout_s=0.0).error_type == "DeadlineError"
 
 
 def test_a_bug_in_the_source_ends_the_pull_at_once_with_its_name(host: Host) -> None:
     source = host.open(behaviour="broken")
     with here() as worker:
-        outcome = pull(worker, source, deadline_s=20.0)
+        outcome = pull(worker, source, timeout_s=20.0)
         assert outcome.num_blocks == 2
         assert outcome.error is not None
         assert "ZeroDivisionError: a bug in a handler" in outcome.error
@@ -311,7 +311,7 @@ def test_blocks_around_the_default_message_limit_arrive_and_can_be_stored(
     store = host.open(empty=True, **sizes)
     with here(**sizes) as worker, here(**sizes) as reader:
         fill(worker)
-        assert worker.memory.block_bytes == (4 << 20) + 16 * heads_more
+        assert worker.memory.geometry.block_bytes == (4 << 20) + 16 * heads_more
         assert store_all(worker, store) == 2
         assert pull(reader, store).num_blocks == 2
         assert_exactly_in_place(reader, 2)
@@ -347,7 +347,7 @@ def store_all(worker: WorkerService, address: str) -> int:
             make_store_ask(worker.identity, hashes, worker.memory.geometry),
             memory=worker.memory,
             block_ids=[BlockId(index + 1) for index in range(len(hashes))],
-            deadline_s=20.0,
+            timeout_s=20.0,
         )
     finally:
         client.close()
@@ -373,7 +373,7 @@ def test_a_peer_restarted_on_its_port_costs_one_refused_attempt(host: Host) -> N
         with new_host() as doomed:
             address = doomed.open()
             assert pull(worker, address).num_blocks == 8
-        assert pull(worker, address, deadline_s=5.0).error_type == "UnavailableError"
+        assert pull(worker, address, timeout_s=5.0).error_type == "UnavailableError"
         port = int(address.rsplit(":", 1)[1])
         assert host.open(incarnation=2, port=port, empty=True) == address
         assert pull(worker, address).error_type == "StaleError"
@@ -387,7 +387,7 @@ def test_nobody_at_the_address_is_an_outcome_for_pull_and_an_error_for_describe(
         address = f"127.0.0.1:{unused.getsockname()[1]}"
     client = TransferClient()
     with here() as worker:
-        assert pull(worker, address, deadline_s=5.0).error_type == "UnavailableError"
+        assert pull(worker, address, timeout_s=5.0).error_type == "UnavailableError"
     with pytest.raises(UnavailableError, match=address):
-        client.describe(address, deadline_s=5.0)
+        client.describe(address, timeout_s=5.0)
     client.close()

@@ -64,7 +64,7 @@ def content_of(index: int, num_bytes: int) -> bytes:
 def fill(worker: WorkerService) -> None:
     """Write and declare block i + 1 for every hash index i."""
     for block_id in range(1, worker.memory.num_blocks):
-        payload = content_of(block_id - 1, worker.memory.block_bytes)
+        payload = content_of(block_id - 1, worker.memory.geometry.block_bytes)
         place = Place(BlockId(block_id), 0, worker.memory.num_layers)
         scatter(worker.memory, [place], payload)
         worker.written([(hash_of(block_id - 1), BlockId(block_id))])
@@ -76,7 +76,7 @@ class PeerService(WorkerService):
     behaviour = "plain"
 
     def open_fetch(self, ask: FetchAsk) -> Iterator[Header | Frame]:
-        asked = replace(ask, max_frame_bytes=min(self.memory.block_bytes, 1 << 20))
+        asked = replace(ask, max_frame_bytes=min(self.memory.geometry.block_bytes, 1 << 20))
         for message in super().open_fetch(asked):
             yield self._misbehave(message) if isinstance(message, Frame) else message
 

@@ -187,7 +187,7 @@ class ModelCache:
                 ),
                 memory=staging.memory,
                 block_ids=staging.block_ids(len(part)),
-                deadline_s=deadline.left_s(),
+                timeout_s=deadline.left_s(),
                 cancel=threading.Event(),
             )
             staging.empty(into, num_placed, outcome.num_blocks)
@@ -225,7 +225,7 @@ class ModelCache:
                         make_store_ask(self.identity, part, staging.memory.geometry),
                         memory=staging.memory,
                         block_ids=staging.block_ids(len(part)),
-                        deadline_s=deadline.left_s(),
+                        timeout_s=deadline.left_s(),
                     )
                     num_reached, num_held = num_held, keep()
                     if num_held <= num_reached:

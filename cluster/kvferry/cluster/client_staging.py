@@ -13,7 +13,7 @@ from kvferry.proto.errors import BadInputError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import BlockId
 from kvferry.worker.device import open_device
-from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.kv_memory import KvMemory, torch_dtype
 
 MAX_STAGING_BYTES = 64 << 20
 
@@ -26,20 +26,12 @@ class Staging:
     """
 
     def __init__(self, identity: Identity, *, block_tokens: int, num_blocks: int) -> None:
-        item_bytes = _dtype(identity).itemsize
-        token_bytes = 2 * identity.num_kv_heads * identity.head_size * item_bytes
-        block_bytes = identity.num_layers * block_tokens * token_bytes
+        block_bytes = identity.block_bytes(block_tokens)
         self.num_blocks = max(1, min(num_blocks, MAX_STAGING_BYTES // block_bytes))
         self._block_tokens = block_tokens
-        self.memory = KvMemory(
-            open_device("cpu"),
-            # Block 0 is the null block here as everywhere.
-            num_blocks=self.num_blocks + 1,
-            block_tokens=block_tokens,
-            num_layers=identity.num_layers,
-            num_kv_heads=identity.num_kv_heads,
-            head_size=identity.head_size,
-            dtype=identity.kv_dtype,
+        # Block 0 is the null block here as everywhere.
+        self.memory = KvMemory.for_identity(
+            open_device("cpu"), identity, num_blocks=self.num_blocks + 1, block_tokens=block_tokens
         )
 
     def block_ids(self, num_blocks: int) -> list[BlockId]:
@@ -80,7 +72,8 @@ def require_layers(
 
     Raises:
         BadInputError: no sequence, another number of layers, or (naming the layer) another shape or
-            dtype, or a tensor without bytes of its own.
+            dtype, or a tensor without bytes of its own; or (ConfigError) the identity's KV dtype
+            cannot be moved.
     """
     if not isinstance(layers, Sequence):
         raise BadInputError(
@@ -106,7 +99,7 @@ def require_layers(
                 given=list(shape),
                 allowed=f"[2, at least {num_tokens}, {wanted[2]}, {wanted[3]}]",
             )
-        if layer.dtype != _dtype(identity):
+        if layer.dtype != torch_dtype(identity.kv_dtype):
             raise BadInputError(
                 f"{who}[{index}] has a wrong dtype",
                 given=str(layer.dtype).removeprefix("torch."),
@@ -158,12 +151,3 @@ def _shares_memory_with_itself(layer: torch.Tensor) -> bool:
                 return True
             reach += (size - 1) * stride
     return False
-
-
-def _dtype(identity: Identity) -> torch.dtype:
-    dtype = getattr(torch, identity.kv_dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise BadInputError(
-            "not the name of a dtype", given=identity.kv_dtype, allowed='such as "bfloat16"'
-        )
-    return dtype

@@ -13,10 +13,10 @@ from kvferry.proto import control_codec as codec
 from kvferry.proto.errors import (
     BadInputError,
     ConfigError,
-    InvariantError,
     KvferryError,
     UnavailableError,
 )
+from kvferry.proto.grpc_options import CHANNEL_OPTIONS
 from kvferry.proto.grpc_status import MAX_CALL_S
 from kvferry.proto.messages import (
     AcquireLease,
@@ -26,20 +26,11 @@ from kvferry.proto.messages import (
     ReleaseLease,
     RenewLease,
     Reply,
+    expect,
 )
 from kvferry.proto.v1 import control_pb2 as pb
 from kvferry.proto.v1 import control_pb2_grpc
 from kvferry.worker.grpc_errors import error_of_call
-
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A coordinator is inside the cluster; a proxy from the environment cannot know the way.
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2000),
-)
 
 _R = TypeVar("_R")
 
@@ -89,7 +80,7 @@ class ControlClient:
         self.address = _require_address(address)
         self.timeout_s = require_timeout(timeout_s)
         self._is_closed = False
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = control_pb2_grpc.ControlStub(self._channel)
 
     def call(self, command: Command, timeout_s: float | None = None) -> Reply:
@@ -126,14 +117,7 @@ class ControlClient:
             InvariantError: the reply is of another kind.
             KvferryError: as `call`.
         """
-        reply = self.call(command, timeout_s)
-        if not isinstance(reply, expected):
-            raise InvariantError(
-                f"{type(command).__name__} was answered with another kind of reply",
-                given=type(reply).__name__,
-                allowed=expected.__name__,
-            )
-        return reply
+        return expect(self.call(command, timeout_s), expected)
 
     def close(self) -> None:
         """Close the channel. Repeatable. Calls under way end with UnavailableError."""

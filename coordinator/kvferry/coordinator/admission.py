@@ -141,7 +141,7 @@ class _Admission:
                 num_hit_blocks=hit.num_blocks,
                 source=holder.source,
                 lease_id=lease.lease_id,
-                deadline_s=lease.deadline_s - self.now,
+                ttl_s=lease.deadline_s - self.now,
             )
         )
         self.state.move_decode_handoff(self.instance, ask.request_id, HandoffEvent.PULL_STARTED)

@@ -17,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvferry.proto import control_codec as codec
 from kvferry.proto.bind import require_safe_bind
 from kvferry.proto.errors import ConfigError, InvariantError, KvferryError
+from kvferry.proto.grpc_options import SERVER_OPTIONS
 from kvferry.proto.grpc_status import (
     ERROR_METADATA_KEY,
     MAX_DETAILS_CHARS,
@@ -36,18 +37,17 @@ from kvferry.proto.messages import (
     ReleaseLease,
     RenewLease,
     Reply,
+    expect,
 )
 from kvferry.proto.v1 import control_pb2 as pb
 
 SERVICE_NAME = "kvferry.control.v1.Control"
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 NUM_THREADS = 8
 # Calls beyond the threads wait in the pool's queue; beyond this bound they are refused at once.
 MAX_CONCURRENT_CALLS = 256
 STOP_GRACE_S = 2.0
 
 _log = logging.getLogger(__name__)
-_R = TypeVar("_R")
 
 
 class ControlServer:
@@ -76,12 +76,7 @@ class ControlServer:
         self._health = health.HealthServicer()
         self._server = grpc.server(
             ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="control"),
-            options=[
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                # With port sharing a second process would silently take half of the connections.
-                ("grpc.so_reuseport", 0),
-            ],
+            options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
         )
         self._server.add_generic_rpc_handlers((_Handlers(call).as_grpc(),))
@@ -127,33 +122,23 @@ class _Handlers:
 
     def _describe(self, request: bytes) -> pb.DescribeReply:
         decode_message(pb.DescribeRequest, request)
-        return codec.description_to_pb(self._ask(Describe(), Description))
+        return codec.description_to_pb(expect(self._call(Describe()), Description))
 
     def _locate(self, request: bytes) -> pb.LocateReply:
         command = codec.locate_from_pb(decode_message(pb.LocateRequest, request))
-        return codec.located_to_pb(self._ask(command, Located))
+        return codec.located_to_pb(expect(self._call(command), Located))
 
     def _acquire_lease(self, request: bytes) -> pb.LeaseReply:
         command = codec.acquire_lease_from_pb(decode_message(pb.AcquireLeaseRequest, request))
-        return codec.leased_to_pb(self._ask(_as_clients(command), Leased))
+        return codec.leased_to_pb(expect(self._call(_as_clients(command)), Leased))
 
     def _renew_lease(self, request: bytes) -> pb.LeaseReply:
         command = codec.renew_lease_from_pb(decode_message(pb.RenewLeaseRequest, request))
-        return codec.leased_to_pb(self._ask(_as_clients(command), Leased))
+        return codec.leased_to_pb(expect(self._call(_as_clients(command)), Leased))
 
     def _release_lease(self, request: bytes) -> pb.DoneReply:
         command = codec.release_lease_from_pb(decode_message(pb.ReleaseLeaseRequest, request))
-        return codec.done_to_pb(self._ask(_as_clients(command), Done))
-
-    def _ask(self, command: Command, expected: type[_R]) -> _R:
-        reply = self._call(command)
-        if not isinstance(reply, expected):
-            raise InvariantError(
-                f"{type(command).__name__} was answered with another kind of reply",
-                given=type(reply).__name__,
-                allowed=expected.__name__,
-            )
-        return reply
+        return codec.done_to_pb(expect(self._call(_as_clients(command)), Done))
 
 
 _C = TypeVar("_C", AcquireLease, RenewLease, ReleaseLease)

@@ -6,13 +6,19 @@ both the front and the client refuse a malformed message by name. Imported by bo
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast, get_args
-
-import cbor2
+from typing import Literal, cast, get_args
 
 from kvferry.proto.errors import BadInputError
-from kvferry.proto.identity import Identity, identity_from_plain, identity_to_plain
-from kvferry.proto.ids import BlockHash, Epoch, Incarnation, InstanceId, LeaseId
+from kvferry.proto.identity import identity_from_cbor, identity_to_cbor
+from kvferry.proto.ids import (
+    BlockHash,
+    Epoch,
+    Incarnation,
+    InstanceId,
+    LeaseId,
+    join_hashes,
+    split_hashes,
+)
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
     AcquireLease,
@@ -32,7 +38,6 @@ from kvferry.proto.messages import (
 from kvferry.proto.scheme import Algorithm, HashScheme, KeyFormat
 from kvferry.proto.v1 import control_pb2 as pb
 
-HASH_BYTES = (16, 32)
 DIGEST_BYTES = 32
 
 # Four million tokens in blocks of 16: more than any prompt, and little enough for one message.
@@ -46,36 +51,22 @@ def hashes_to_pb(hashes: Sequence[BlockHash]) -> pb.Hashes:
     """Join hashes, all of one size, into one field.
 
     Raises:
-        BadInputError: more than `MAX_HASHES`, a hash has not the size of the first, or that is no
-            hash's size.
+        BadInputError: more than `MAX_HASHES`, or as `join_hashes`.
     """
     _require_number_of_hashes(len(hashes))
-    sizes = sorted({len(block_hash) for block_hash in hashes})
-    if len(sizes) > 1 or (sizes and sizes[0] not in HASH_BYTES):
-        raise BadInputError(
-            "hashes must all have one size in bytes", given=sizes, allowed=list(HASH_BYTES)
-        )
-    return pb.Hashes(data=b"".join(hashes), hash_bytes=sizes[0] if sizes else HASH_BYTES[-1])
+    data, hash_bytes = join_hashes(hashes)
+    return pb.Hashes(data=data, hash_bytes=hash_bytes)
 
 
 def hashes_from_pb(message: pb.Hashes) -> tuple[BlockHash, ...]:
-    """Cut the joined field back into hashes.
+    """Cut the joined field back into hashes; a field without any need not say their size.
 
     Raises:
-        BadInputError: `hash_bytes` is no hash's size, `data` is no whole number of hashes, or more
-            than `MAX_HASHES`.
+        BadInputError: more than `MAX_HASHES`, or as `split_hashes`.
     """
-    size, data = message.hash_bytes, message.data
-    if not data:
-        return ()
-    if size not in HASH_BYTES:
-        raise BadInputError("hash_bytes is no hash's size", given=size, allowed=list(HASH_BYTES))
-    if len(data) % size:
-        raise BadInputError(
-            "the hashes are cut short", given=f"{len(data)} bytes", allowed=f"a multiple of {size}"
-        )
-    _require_number_of_hashes(len(data) // size)
-    return tuple(BlockHash(data[start : start + size]) for start in range(0, len(data), size))
+    # Before any is cut out: a message has room for millions.
+    _require_number_of_hashes(len(message.data) // max(1, message.hash_bytes))
+    return split_hashes(message.data, message.hash_bytes) if message.data else ()
 
 
 def _require_number_of_hashes(number: int) -> None:
@@ -99,39 +90,16 @@ def scheme_from_pb(message: pb.Scheme) -> HashScheme:
     """Translate a hash scheme back.
 
     Raises:
-        ConfigError: an algorithm or key format this version does not know, or no block size.
+        ConfigError: an algorithm or key format this version does not know, no block size, or a root
+            that is no hash of the algorithm.
     """
-    # HashScheme checks both names itself.
+    # HashScheme checks everything itself.
     return HashScheme(
         algorithm=cast("Algorithm", message.algorithm),
         key_format=cast("KeyFormat", message.key_format),
         hash_block_tokens=message.hash_block_tokens,
         none_hash=message.none_hash,
     )
-
-
-def identity_to_cbor(identity: Identity) -> bytes:
-    """Return the identity as canonical CBOR: equal bytes exactly for equal identities."""
-    return cbor2.dumps(identity_to_plain(identity), canonical=True)
-
-
-def identity_from_cbor(data: bytes) -> Identity:
-    """Return the identity that `identity_to_cbor` wrote.
-
-    Raises:
-        BadInputError: not CBOR, or (ConfigError) not the fields of an identity.
-    """
-    try:
-        plain: Any = cbor2.loads(data)
-    except (cbor2.CBORDecodeError, ValueError) as error:
-        raise BadInputError(
-            "identity_cbor is not CBOR", given=str(error), allowed="the CBOR of an identity"
-        ) from error
-    if not isinstance(plain, dict):
-        raise BadInputError(
-            "identity_cbor is not a map", given=type(plain).__name__, allowed="a map of fields"
-        )
-    return identity_from_plain(plain)
 
 
 def source_to_pb(source: Source) -> pb.Source:

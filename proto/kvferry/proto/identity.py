@@ -5,21 +5,33 @@ Layout, block size and parallel sizes are deliberately not part of it: those are
 
 import hashlib
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import cbor2
 
-from kvferry.proto.errors import ConfigError, IdentityMismatchError
+from kvferry.proto.errors import BadInputError, ConfigError, IdentityMismatchError
+from kvferry.proto.specs import DTYPE_BYTES, require_integer, require_one_of
 
 AttentionKind = Literal["full"]
+
+_TEXTS = ("model", "weight_version", "weight_dtype", "kv_dtype", "kv_scales", "rope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """Layers that share one kind of attention and one block table."""
+    """Layers that share one kind of attention and one block table.
+
+    Raises:
+        ConfigError: an unknown kind, or a layer that is no integer of at least 0.
+    """
 
     kind: AttentionKind
     layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_one_of("kind", self.kind, get_args(AttentionKind))
+        for layer in self.layers:
+            require_integer("layers", layer, at_least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +42,10 @@ class Identity:
     under the same name are a new identity. `rope` is the canonical text of the rope settings.
     dtypes are torch names without prefix ("float32", "bfloat16"); `kv_scales` is "" when the cache
     is not quantised.
+
+    Raises:
+        ConfigError: a text that is none, a size that is no positive integer, or groups that do not
+            cover every layer exactly once.
     """
 
     model: str
@@ -44,6 +60,10 @@ class Identity:
     groups: tuple[GroupSpec, ...]
 
     def __post_init__(self) -> None:
+        for name in _TEXTS:
+            text = getattr(self, name)
+            if not isinstance(text, str):
+                raise ConfigError(f"{name} must be a text", given=repr(text), allowed="str")
         for name in ("num_layers", "num_kv_heads", "head_size"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
@@ -58,11 +78,21 @@ class Identity:
 
     def digest(self) -> bytes:
         """Return 32 bytes that are equal exactly when the identities are."""
-        return hashlib.sha256(cbor2.dumps(identity_to_plain(self), canonical=True)).digest()
+        return hashlib.sha256(identity_to_cbor(self)).digest()
+
+    def block_bytes(self, block_tokens: int) -> int:
+        """Return the bytes of K and V of `block_tokens` tokens, over all layers.
+
+        Raises:
+            ConfigError: the size of `kv_dtype` is not known.
+        """
+        require_one_of("kv_dtype", self.kv_dtype, tuple(DTYPE_BYTES))
+        token_values = 2 * self.num_layers * self.num_kv_heads * self.head_size
+        return block_tokens * token_values * DTYPE_BYTES[self.kv_dtype]
 
 
 def identity_to_plain(identity: Identity) -> dict[str, Any]:
-    """Return the identity as plain maps, lists and scalars (for the wire, JSON and the digest)."""
+    """Return the identity as plain maps, lists and scalars (for JSON and CBOR)."""
     plain = asdict(identity)
     plain["groups"] = [
         {"kind": group.kind, "layers": list(group.layers)} for group in identity.groups
@@ -86,6 +116,30 @@ def identity_from_plain(plain: dict[str, Any]) -> Identity:
         raise ConfigError(
             "not an identity", given=str(error), allowed=list(Identity.__dataclass_fields__)
         ) from error
+
+
+def identity_to_cbor(identity: Identity) -> bytes:
+    """Return the identity as canonical CBOR: equal bytes exactly for equal identities."""
+    return cbor2.dumps(identity_to_plain(identity), canonical=True)
+
+
+def identity_from_cbor(data: bytes) -> Identity:
+    """Return the identity that `identity_to_cbor` wrote.
+
+    Raises:
+        BadInputError: not CBOR, or (ConfigError) not the fields of an identity.
+    """
+    try:
+        plain: Any = cbor2.loads(data)
+    except (cbor2.CBORDecodeError, ValueError) as error:
+        raise BadInputError(
+            "the identity is not CBOR", given=str(error), allowed="the CBOR of an identity"
+        ) from error
+    if not isinstance(plain, dict):
+        raise BadInputError(
+            "the identity is not a map", given=type(plain).__name__, allowed="a map of fields"
+        )
+    return identity_from_plain(plain)
 
 
 def require_equal_identities(ours: Identity, theirs: Identity, *, who: str) -> None:

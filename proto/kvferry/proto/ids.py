@@ -1,8 +1,9 @@
-"""Names for every value that looks like another, and the packing of a group into an index key.
+"""Names for every value that looks like another, and how hashes are joined and packed.
 
 Decides nothing. Imported by everyone.
 """
 
+from collections.abc import Sequence
 from typing import NewType
 
 from kvferry.proto.errors import BadInputError
@@ -28,6 +29,7 @@ Epoch = NewType("Epoch", int)
 
 NULL_BLOCK = BlockId(0)
 GROUP_ID_BYTES = 4
+HASH_SIZES_BYTES = (16, 32)
 
 
 def pack_group(block_hash: BlockHash, group_id: GroupId) -> GroupedHash:
@@ -45,3 +47,34 @@ def unpack_group(key: GroupedHash) -> tuple[BlockHash, GroupId]:
     """Return the hash and the group id that `pack_group` joined."""
     group_id = GroupId(int.from_bytes(key[-GROUP_ID_BYTES:], "big"))
     return BlockHash(key[:-GROUP_ID_BYTES]), group_id
+
+
+def join_hashes(hashes: Sequence[BlockHash]) -> tuple[bytes, int]:
+    """Return the hashes without separators, and the size of each in bytes (of none: 32).
+
+    Raises:
+        BadInputError: they are not all of one size, or that is no hash's.
+    """
+    sizes = sorted({len(block_hash) for block_hash in hashes} or {HASH_SIZES_BYTES[-1]})
+    if len(sizes) > 1 or sizes[0] not in HASH_SIZES_BYTES:
+        raise BadInputError(
+            "hashes must all have one size in bytes", given=sizes, allowed=list(HASH_SIZES_BYTES)
+        )
+    return b"".join(hashes), sizes[0]
+
+
+def split_hashes(joined: bytes, hash_bytes: int) -> tuple[BlockHash, ...]:
+    """Return the hashes that `join_hashes` joined.
+
+    Raises:
+        BadInputError: `hash_bytes` is no hash's size, or `joined` is no whole number of hashes.
+    """
+    if hash_bytes not in HASH_SIZES_BYTES or len(joined) % hash_bytes:
+        raise BadInputError(
+            "the joined hashes cannot be split",
+            given={"hash_bytes": hash_bytes, "hashes_bytes": len(joined)},
+            allowed=f"whole hashes of one of {list(HASH_SIZES_BYTES)} bytes",
+        )
+    return tuple(
+        BlockHash(joined[start : start + hash_bytes]) for start in range(0, len(joined), hash_bytes)
+    )

@@ -3,14 +3,15 @@
 Commands go in through `CoordinatorService.handle(command, now)`; replies come out. The Ray actor
 passes these objects as they are; the gRPC front translates the ones an outside engine needs.
 
-Every mutating command carries `call_id` (idempotency: the same id gets the same reply again) and
-the lives it was made under (`epoch` of the coordinator, `incarnation` of the instance); a command
-from an earlier life is refused with `StaleError`.
+Every mutating command carries `call_id`: a repeat of the same command gets the same reply again.
+What an instance says also carries the lives it was said under (`epoch` of the coordinator,
+`incarnation` of the instance); from an earlier life it is refused with `StaleError`.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
+from kvferry.proto.errors import InvariantError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, LeaseId, RequestId
 from kvferry.proto.layout import Layout
@@ -186,8 +187,8 @@ class Load:
     """A request was admitted; blocks `[num_hit_blocks, num_blocks)` are to be fetched from a peer.
 
     `block_ids` is the request's whole table so far. The destination blocks are reserved and not
-    findable. The source's blocks are leased until `deadline_s` seconds from now. The request joins
-    the running ones once its `LoadResult` has been reported.
+    findable. The source's blocks are leased for `ttl_s` more seconds. The request joins the running
+    ones once its `LoadResult` has been reported.
     """
 
     request_id: RequestId
@@ -195,7 +196,7 @@ class Load:
     num_hit_blocks: int
     source: Source
     lease_id: LeaseId
-    deadline_s: float
+    ttl_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +335,6 @@ class CloseHandoff:
 
     call_id: str
     request_id: RequestId
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,22 +370,24 @@ class Tick:
     """Time passes: leases and handoffs past their deadline end."""
 
 
-Command = (
-    RegisterInstance
-    | RemoveInstance
-    | Step
-    | Locate
-    | AcquireLease
-    | RenewLease
-    | ReleaseLease
-    | Reserve
-    | EndReservation
-    | OpenHandoff
-    | CloseHandoff
-    | Describe
-    | Tick
-)
+InstanceCommand = RegisterInstance | RemoveInstance | Step | Reserve | EndReservation
+ClientCommand = Locate | AcquireLease | RenewLease | ReleaseLease | Describe
+Command = InstanceCommand | ClientCommand | OpenHandoff | CloseHandoff | Tick
 Reply = Registered | Done | StepReply | Located | Leased | Reserved | Description
+_R = TypeVar("_R")
+
+
+def expect(reply: Reply, kind: type[_R]) -> _R:
+    """Return the reply, which must be of the kind that its command gets.
+
+    Raises:
+        InvariantError: it is of another kind.
+    """
+    if not isinstance(reply, kind):
+        raise InvariantError(
+            "a reply of another kind", given=type(reply).__name__, allowed=kind.__name__
+        )
+    return reply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

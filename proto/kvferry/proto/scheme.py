@@ -9,6 +9,12 @@ Algorithm = Literal["sha256_cbor", "sha256", "xxhash_cbor", "xxhash"]
 KeyFormat = Literal["0.32", "0.17"]
 
 MAX_HASH_BLOCK_TOKENS = 2**31
+_HASH_BYTES: dict[Algorithm, int] = {
+    "sha256_cbor": 32,
+    "sha256": 32,
+    "xxhash_cbor": 16,
+    "xxhash": 16,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +23,10 @@ class HashScheme:
 
     `none_hash` is the chain's root, made from the text of PYTHONHASHSEED by the algorithm.
     `hash_block_tokens` is the number of tokens that one hash covers.
+
+    Raises:
+        ConfigError: an unknown name, a size out of range, or a root that is no hash of the
+            algorithm.
     """
 
     algorithm: Algorithm
@@ -41,6 +51,13 @@ class HashScheme:
                 "hash_block_tokens out of range",
                 given=str(size),
                 allowed=f"1 to {MAX_HASH_BLOCK_TOKENS}",
+            )
+        root, root_bytes = self.none_hash, _HASH_BYTES[self.algorithm]
+        if not isinstance(root, bytes) or len(root) != root_bytes:
+            raise ConfigError(
+                f"none_hash is no hash of {self.algorithm}",
+                given=str(_printable(root)),
+                allowed=f"{root_bytes} bytes",
             )
 
 

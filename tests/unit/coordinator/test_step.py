@@ -105,7 +105,7 @@ def test_a_longer_prefix_of_a_peer_becomes_a_load_beyond_the_local_hit(fleet: Fl
         num_hit_blocks=1,
         source=load.source,
         lease_id=load.lease_id,
-        deadline_s=60.0,
+        ttl_s=60.0,
     )
     assert load.source.instance_id == "a"
     # The source keeps blocks 2 and 3 (y, z); x is not asked for.

@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvferry.proto.errors import ConfigError, ModelError
+from kvferry.proto.errors import ModelError
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.worker.model.folder import weight_digest
 from kvferry.worker.model.loading import inspect_model, load_model
-from kvferry.worker.model.runner import ModelRunner
 
 MakeModel = Callable[..., Path]
 
@@ -75,14 +74,6 @@ def test_a_loaded_model_has_the_dtype_asked_for_and_the_facts_of_inspection(
         facts.num_kv_heads,
         facts.identity,
     )
-
-
-def test_a_model_without_weights_takes_no_memory_and_no_runner(folder: Path) -> None:
-    loaded = load_model(str(folder), weights=False)
-    assert {parameter.device.type for parameter in loaded.model.parameters()} == {"meta"}
-    layers = [torch.zeros(2, 8, 4, 2, 8) for _ in range(2)]
-    with pytest.raises(ConfigError, match=r"given: .*cpu.*allowed: .*meta"):
-        ModelRunner(loaded, layers, 4)
 
 
 def test_end_tokens_of_both_config_files_count(folder: Path) -> None:

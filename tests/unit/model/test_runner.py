@@ -262,3 +262,9 @@ def test_tensors_that_do_not_fit_the_model_are_refused(
     layers = [torch.zeros(shape, dtype=dtype) for _ in range(num_layers)]
     with pytest.raises(ConfigError, match=said):
         ModelRunner(models["llama"][0], layers, 4)
+
+
+def test_tensors_on_another_device_than_the_model_are_refused(models: Models) -> None:
+    layers = [torch.zeros(2, 8, 4, 2, 8, device="meta") for _ in range(2)]
+    with pytest.raises(ConfigError, match=r"given: .*meta.*allowed: .*cpu"):
+        ModelRunner(models["llama"][0], layers, 4)

@@ -1,4 +1,3 @@
-import cbor2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -166,12 +165,14 @@ def test_hashes_of_mixed_or_unknown_size_are_refused() -> None:
         codec.hashes_to_pb([BlockHash(b"a" * 16), BlockHash(b"b" * 32)])
     with pytest.raises(BadInputError, match=r"given: \[20\]; allowed: \[16, 32\]"):
         codec.hashes_to_pb([BlockHash(b"a" * 20)])
-    with pytest.raises(BadInputError, match="no hash's size; given: 0"):
+    with pytest.raises(BadInputError, match="given: hash_bytes=0, hashes_bytes=32"):
         codec.hashes_from_pb(pb.Hashes(data=b"a" * 32, hash_bytes=0))
 
 
 def test_a_truncated_hash_is_refused() -> None:
-    with pytest.raises(BadInputError, match="cut short; given: 47 bytes; allowed: a multiple of"):
+    with pytest.raises(
+        BadInputError, match="given: hash_bytes=16, hashes_bytes=47; allowed: whole hashes"
+    ):
         codec.hashes_from_pb(pb.Hashes(data=b"a" * 47, hash_bytes=16))
 
 
@@ -190,23 +191,3 @@ def test_an_unknown_role_or_algorithm_is_refused_by_name() -> None:
         codec.located_from_pb(pb.LocateReply(holders=[holder]))
     with pytest.raises(ConfigError, match="unknown hash algorithm; given: md5"):
         codec.scheme_from_pb(pb.Scheme(algorithm="md5", key_format="0.32", hash_block_tokens=1))
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "not CBOR"),
-        (b"\xff\xff", "not CBOR"),
-        (cbor2.dumps([1, 2]), "not a map; given: list"),
-        (cbor2.dumps({"model": "x"}), "not an identity"),
-    ],
-)
-def test_bytes_that_are_no_identity_are_refused(data: bytes, message: str) -> None:
-    with pytest.raises(BadInputError, match=message):
-        codec.identity_from_cbor(data)
-
-
-def test_equal_identities_have_equal_bytes() -> None:
-    data = codec.identity_to_cbor(IDENTITY)
-
-    assert codec.identity_to_cbor(codec.identity_from_cbor(data)) == data

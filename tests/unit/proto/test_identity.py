@@ -1,13 +1,17 @@
+import hashlib
 import json
 from dataclasses import replace
 
+import cbor2
 import pytest
 
-from kvferry.proto.errors import ConfigError, IdentityMismatchError
+from kvferry.proto.errors import BadInputError, ConfigError, IdentityMismatchError
 from kvferry.proto.identity import (
     GroupSpec,
     Identity,
+    identity_from_cbor,
     identity_from_plain,
+    identity_to_cbor,
     identity_to_plain,
     require_equal_identities,
 )
@@ -96,3 +100,56 @@ def test_groups_that_do_not_cover_every_layer_once_are_refused(layers: tuple[int
     with pytest.raises(ConfigError, match="every layer exactly once") as caught:
         replace(IDENTITY, groups=(GroupSpec(kind="full", layers=layers),))
     assert caught.value.given == sorted(layers)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not CBOR"),
+        (b"\xff\xff", "not CBOR"),
+        (b"\x01", "not a map; given: int"),
+        (cbor2.dumps([1, 2]), "not a map; given: list"),
+        (cbor2.dumps({"model": "x"}), "not an identity"),
+    ],
+)
+def test_bytes_that_are_no_identity_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        identity_from_cbor(data)
+
+
+def test_equal_identities_have_equal_bytes() -> None:
+    data = identity_to_cbor(IDENTITY)
+    assert identity_to_cbor(identity_from_cbor(data)) == data
+
+
+def test_the_digest_is_the_sha256_of_the_canonical_cbor() -> None:
+    assert IDENTITY.digest() == hashlib.sha256(identity_to_cbor(IDENTITY)).digest()
+    assert identity_from_cbor(identity_to_cbor(IDENTITY)) == IDENTITY
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": 5}, "model must be a text; given: 5; allowed: str"),
+        ({"weight_dtype": b"float32"}, "weight_dtype must be a text; given: b'float32'"),
+        ({"rope": None}, "rope must be a text; given: None; allowed: str"),
+        ({"groups": [{"kind": 7, "layers": [0, 1]}]}, r"unknown kind; given: 7; allowed: \['full'"),
+        ({"groups": [{"kind": "full", "layers": [0.0, 1]}]}, "layers .* integer; given: 0.0"),
+        ({"groups": [{"kind": "full", "layers": [False, 1]}]}, "layers .* integer; given: False"),
+        ({"groups": [{"kind": "full", "layers": ["0", 1]}]}, "layers .* integer; given: '0'"),
+    ],
+    ids=str,
+)
+def test_an_identity_from_the_wire_with_a_field_of_a_wrong_kind_is_refused_by_name(
+    change: dict[str, object], said: str
+) -> None:
+    data = cbor2.dumps({**identity_to_plain(IDENTITY), **change})
+    with pytest.raises(ConfigError, match=said):
+        identity_from_cbor(data)
+
+
+def test_a_block_takes_k_and_v_of_every_head_and_layer_in_the_kv_dtype() -> None:
+    assert IDENTITY.block_bytes(16) == 2 * 2 * 16 * 2 * 64 * 2
+    assert replace(IDENTITY, kv_dtype="float32").block_bytes(16) == 2 * IDENTITY.block_bytes(16)
+    with pytest.raises(ConfigError, match="unknown kv_dtype; given: fp9"):
+        replace(IDENTITY, kv_dtype="fp9").block_bytes(16)

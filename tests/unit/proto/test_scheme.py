@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 
 from kvferry.proto.errors import ConfigError, SchemeMismatchError
-from kvferry.proto.scheme import HashScheme, require_equal_schemes
+from kvferry.proto.scheme import Algorithm, HashScheme, require_equal_schemes
 
 SCHEME = HashScheme(
-    algorithm="sha256_cbor", key_format="0.32", hash_block_tokens=16, none_hash=b"\x01\x02"
+    algorithm="sha256_cbor", key_format="0.32", hash_block_tokens=16, none_hash=b"\x01" * 32
 )
 
 
@@ -15,20 +15,20 @@ def test_equal_schemes_are_accepted() -> None:
 
 
 def test_each_differing_field_is_shown_with_both_values_and_no_other() -> None:
-    theirs = replace(SCHEME, algorithm="sha256", none_hash=b"\xff")
+    theirs = replace(SCHEME, algorithm="sha256", none_hash=b"\xff" * 32)
     with pytest.raises(SchemeMismatchError, match="instance decode-0") as caught:
         require_equal_schemes(SCHEME, theirs, who="instance decode-0")
-    assert caught.value.given == {"algorithm": "sha256", "none_hash": "ff"}
-    assert caught.value.allowed == {"algorithm": "sha256_cbor", "none_hash": "0102"}
+    assert caught.value.given == {"algorithm": "sha256", "none_hash": "ff" * 32}
+    assert caught.value.allowed == {"algorithm": "sha256_cbor", "none_hash": "01" * 32}
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"algorithm": "xxhash"},
+        {"algorithm": "sha256"},
         {"key_format": "0.17"},
         {"hash_block_tokens": 32},
-        {"none_hash": b"\x01\x03"},
+        {"none_hash": b"\x03" * 32},
     ],
     ids=str,
 )
@@ -59,3 +59,16 @@ def test_a_scheme_that_cannot_be_is_refused_with_what_can(
     (wrong,) = change.values()
     assert caught.value.given == str(wrong)
     assert caught.value.allowed == allowed
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "root_bytes"),
+    [("sha256_cbor", 32), ("sha256", 32), ("xxhash_cbor", 16), ("xxhash", 16)],
+)
+def test_a_root_that_is_no_hash_of_the_algorithm_is_refused(
+    algorithm: Algorithm, root_bytes: int
+) -> None:
+    assert replace(SCHEME, algorithm=algorithm, none_hash=bytes(root_bytes))
+    for wrong in (b"", bytes(48 - root_bytes), bytes(root_bytes + 1), "0" * root_bytes):
+        with pytest.raises(ConfigError, match=f"no hash of {algorithm}; .*: {root_bytes} bytes"):
+            replace(SCHEME, algorithm=algorithm, none_hash=wrong)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ def test_memory_is_zeroed_and_has_the_shape_and_sizes_of_its_dtype(
     kv = memory(dtype)
     assert [tuple(layer.shape) for layer in kv.layers] == [(2, 5, 4, 2, 8)] * 3
     assert all(not layer.any() for layer in kv.layers)
-    assert (kv.page_bytes, kv.block_bytes) == (page_bytes, 3 * page_bytes)
+    assert (kv.page_bytes, kv.geometry.block_bytes) == (page_bytes, 3 * page_bytes)
     assert kv.layers[0].dtype == getattr(torch, dtype)
 
 

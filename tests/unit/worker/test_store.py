@@ -8,17 +8,21 @@ from kvferry.proto.errors import (
     BadInputError,
     BusyError,
     ConfigError,
+    DeadlineError,
     IdentityMismatchError,
     InvariantError,
+    KvferryError,
     MismatchError,
+    NotFoundError,
     TransferError,
+    UnavailableError,
 )
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, LeaseId
 from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved
 from kvferry.worker.actor import StoreConfig, WorkerActor
 from kvferry.worker.block_io import gather
-from kvferry.worker.coordinator_reserver import CoordinatorReserver
+from kvferry.worker.coordinator_reserver import END_ATTEMPTS, END_PAUSE_S, CoordinatorReserver
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Place, plan_frames
 from kvferry.worker.kv_memory import KvMemory
@@ -154,6 +158,41 @@ def test_a_short_store_fails_with_its_prefix_kept() -> None:
     assert reserver.ended == [("r1", 1)]
 
 
+def test_a_reservation_of_a_wrong_size_is_ended_with_nothing_written() -> None:
+    service = new_service()
+    reserver = FakeReserver([4, 2])
+    service.reserver = reserver
+    with pytest.raises(InvariantError, match="wrong size; given: 2; allowed: 3"):
+        service.accept_store(iter(parts(service)))
+    assert reserver.ended == [("r1", 0)]
+    assert resident_blocks(service) == 0
+
+
+class Unreachable(FakeReserver):
+    def end(self, reservation_id: LeaseId, num_written: int) -> None:
+        super().end(reservation_id, num_written)
+        raise UnavailableError("no coordinator")
+
+
+def test_an_end_that_fails_does_not_hide_what_ended_the_transfer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    service = new_service()
+    reserver = Unreachable([4, 2, 3])
+    service.reserver = reserver
+    with pytest.raises(TransferError, match="ended early"):
+        service.accept_store(iter(parts(service)[:2]))
+    assert reserver.ended == [("r1", 1)]
+    assert "reservation r1 was not ended" in caplog.text
+
+
+def test_a_whole_store_whose_end_fails_is_no_success() -> None:
+    service = new_service()
+    service.reserver = Unreachable([4, 2, 3])
+    with pytest.raises(UnavailableError, match="no coordinator"):
+        service.accept_store(iter(parts(service)))
+
+
 def test_a_second_header_is_refused() -> None:
     service = new_service()
     service.reserver = FakeReserver([4, 2, 3])
@@ -246,6 +285,47 @@ def test_reservations_are_asked_of_the_coordinator_in_the_instances_life() -> No
     assert reserve.hashes == HASHES
     assert (end.reservation_id, end.num_written) == ("r9", 2)
     assert reserve.call_id != end.call_id
+
+
+def test_an_end_is_repeated_under_its_call_id_until_it_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses_s: list[float] = []
+    monkeypatch.setattr("kvferry.worker.coordinator_reserver.time.sleep", pauses_s.append)
+    answers: list[Reply | KvferryError] = [
+        UnavailableError("restarting"),
+        DeadlineError("slow"),
+        Done(changed=True),
+    ]
+
+    def answer(_: Command) -> Reply:
+        reply = answers.pop(0)
+        if isinstance(reply, KvferryError):
+            raise reply
+        return reply
+
+    coordinator = FakeCoordinator(answer)
+    new_reserver(coordinator).end(LeaseId("r9"), 2)
+    assert coordinator.commands == [coordinator.commands[0]] * 3
+    assert pauses_s == [END_PAUSE_S] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "num_attempts"),
+    [(UnavailableError("gone"), END_ATTEMPTS), (NotFoundError("unknown reservation"), 1)],
+)
+def test_an_end_gives_up_after_its_attempts_and_at_once_when_refused(
+    error: KvferryError, num_attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.worker.coordinator_reserver.time.sleep", lambda _: None)
+
+    def fail(_: Command) -> Reply:
+        raise error
+
+    coordinator = FakeCoordinator(fail)
+    with pytest.raises(type(error)):
+        new_reserver(coordinator).end(LeaseId("r9"), 2)
+    assert len(coordinator.commands) == num_attempts
 
 
 def test_a_reply_of_another_kind_is_a_broken_invariant() -> None:

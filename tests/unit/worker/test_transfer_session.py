@@ -77,7 +77,6 @@ def test_an_early_end_fails_with_what_arrived() -> None:
     take(session, frame((0, 0, 3)))
     with pytest.raises(TransferError, match="ended early; given: 1 whole blocks; allowed: 2"):
         session.close()
-    assert session.failure is not None
     assert session.num_complete == 1
 
 
@@ -113,14 +112,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_wrong_frame_is_refused_and_fails_the_transfer_for_good(name: str) -> None:
+def test_a_wrong_frame_is_refused_and_nothing_of_it_counts(name: str) -> None:
     wrong, message = REFUSED[name]
     session = opened()
     with pytest.raises(TransferError, match=message):
         session.admit(wrong)
     assert (session.num_complete, session.num_bytes) == (0, 0)
-    with pytest.raises(TransferError, match="has failed already"):
-        session.admit(GOOD)
     assert session.num_checksum_failures == (1 if name == "a checksum is wrong" else 0)
 
 

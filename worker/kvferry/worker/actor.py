@@ -60,17 +60,15 @@ class WorkerActor:
         """
         if self._service is not None:
             raise ConfigError("this worker was started before", given=config.instance_id)
-        identity = config.identity
-        memory = KvMemory(
+        memory = KvMemory.for_identity(
             open_device(config.device),
+            config.identity,
             num_blocks=config.num_blocks,
             block_tokens=config.block_tokens,
-            num_layers=identity.num_layers,
-            num_kv_heads=identity.num_kv_heads,
-            head_size=identity.head_size,
-            dtype=identity.kv_dtype,
         )
-        service = WorkerService(identity=identity, incarnation=config.incarnation, memory=memory)
+        service = WorkerService(
+            identity=config.identity, incarnation=config.incarnation, memory=memory
+        )
         address = service.serve(bind=config.bind, port=config.port, insecure=config.insecure)
         self._config, self._service = config, service
         return StoreStarted(address=address, pid=os.getpid())

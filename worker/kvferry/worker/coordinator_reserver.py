@@ -1,11 +1,18 @@
 """Destination blocks for a Store, asked of the coordinator that owns this instance's pool."""
 
 import itertools
+import logging
+import time
 from collections.abc import Callable, Sequence
 
-from kvferry.proto.errors import InvariantError
+from kvferry.proto.errors import KvferryError
 from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, LeaseId
-from kvferry.proto.messages import Command, EndReservation, Reply, Reserve, Reserved
+from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved, expect
+
+END_ATTEMPTS = 4
+END_PAUSE_S = 0.5
+
+_log = logging.getLogger(__name__)
 
 Call = Callable[[Command], Reply]
 """Sends one command to the coordinator; has a deadline of its own, raises kvferry's errors."""
@@ -26,35 +33,43 @@ class CoordinatorReserver:
 
     def reserve(self, hashes: Sequence[BlockHash]) -> tuple[LeaseId, Sequence[BlockId | None]]:
         """Return a reservation with one destination per hash, None where it is here already."""
-        reply = self._call(
-            Reserve(
-                call_id=self._next_call_id(),
-                epoch=self._epoch,
-                instance_id=self._instance_id,
-                incarnation=self._incarnation,
-                hashes=tuple(hashes),
-            )
+        command = Reserve(
+            call_id=self._next_call_id(),
+            epoch=self._epoch,
+            instance_id=self._instance_id,
+            incarnation=self._incarnation,
+            hashes=tuple(hashes),
         )
-        if not isinstance(reply, Reserved):
-            raise InvariantError(
-                "the coordinator answered a Reserve with something else",
-                given=type(reply).__name__,
-                allowed="Reserved",
-            )
-        return reply.reservation_id, reply.block_ids
+        reserved = expect(self._call(command), Reserved)
+        return reserved.reservation_id, reserved.block_ids
 
     def end(self, reservation_id: LeaseId, num_written: int) -> None:
-        """Say that the writer is closed and the first `num_written` hashes are completely here."""
-        self._call(
-            EndReservation(
-                call_id=self._next_call_id(),
-                epoch=self._epoch,
-                instance_id=self._instance_id,
-                incarnation=self._incarnation,
-                reservation_id=reservation_id,
-                num_written=num_written,
-            )
+        """Say that the writer is closed and the first `num_written` hashes are completely here.
+
+        An end that gets lost keeps the blocks reserved for the rest of this life, so it is tried
+        `END_ATTEMPTS` times.
+
+        Raises:
+            KvferryError: the coordinator refused, or did not answer the last attempt.
+        """
+        command = EndReservation(
+            call_id=self._next_call_id(),
+            epoch=self._epoch,
+            instance_id=self._instance_id,
+            incarnation=self._incarnation,
+            reservation_id=reservation_id,
+            num_written=num_written,
         )
+        # Repeating is safe: the coordinator answers the same call_id with the same reply.
+        for attempts_left in reversed(range(END_ATTEMPTS)):
+            try:
+                expect(self._call(command), Done)
+                return
+            except KvferryError as error:
+                if not error.retryable or not attempts_left:
+                    raise
+                _log.warning("reservation %s could not be ended yet: %s", reservation_id, error)
+                time.sleep(END_PAUSE_S)
 
     def _next_call_id(self) -> str:
         return f"{self._instance_id}/{self._incarnation}/store-{next(self._numbers)}"

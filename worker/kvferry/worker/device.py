@@ -48,9 +48,6 @@ class Device(Protocol):
     def from_host(self, pieces: Sequence[DeviceBytes], sources: Sequence[HostBytes]) -> None:
         """Overwrite each piece with the source of its length, complete when the call returns."""
 
-    def synchronize(self) -> None:
-        """Wait until all work queued on the device has ended."""
-
 
 def gpus_per_process(name: str) -> int:
     """Return how many GPUs a process on the device of this name asks its cluster for."""
@@ -100,9 +97,6 @@ class CpuDevice:
         for piece, source in zip(pieces, sources, strict=True):
             np.copyto(np.asarray(piece), source)
 
-    def synchronize(self) -> None:
-        """Return at once: nothing is queued."""
-
 
 class CudaDevice:
     """One GPU. Copies go through pinned memory on a stream of their own (not run on a GPU yet)."""
@@ -117,7 +111,7 @@ class CudaDevice:
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return a zeroed uint8 tensor of shape [num_bytes] on the GPU."""
         tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-        self.synchronize()
+        torch.cuda.synchronize(self._device)
         return tensor
 
     def as_bytes(self, raw: torch.Tensor) -> torch.Tensor:
@@ -138,10 +132,6 @@ class CudaDevice:
         for tensor, source in zip(staged, sources, strict=True):
             tensor.numpy()[:] = source
         self._copy(zip(tensors, staged, strict=True))
-
-    def synchronize(self) -> None:
-        """Wait until all work queued on the GPU has ended."""
-        torch.cuda.synchronize(self._device)
 
     def _copy(self, pairs: "zip[tuple[torch.Tensor, torch.Tensor]]") -> None:
         # The model computes on the default stream: what it has queued on these blocks comes first.

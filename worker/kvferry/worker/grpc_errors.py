@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from kvferry.proto.errors import KvferryError
+from kvferry.proto.errors import InvariantError, KvferryError
 from kvferry.proto.grpc_status import (
     ERROR_METADATA_KEY,
     MAX_DETAILS_CHARS,
@@ -20,18 +20,20 @@ _log = logging.getLogger(__name__)
 def abort_with(context: grpc.ServicerContext, error: Exception) -> NoReturn:
     """End a call with the status of `error`; it always raises, as handlers must not return after.
 
-    An error that is not kvferry's is a bug: it is logged here and the caller is told its class. But
-    for gRPC's own, with which a handler that waits for messages learns that its peer has left.
+    An error that is not kvferry's is a bug: it is logged here, and the caller is told of a broken
+    invariant. But for gRPC's own, with which a handler that waits for messages learns that its peer
+    has left.
     """
     if isinstance(error, grpc.RpcError) and not context.is_active():
         _log.debug("a peer left a transfer: %s", context.peer())
         context.abort(grpc.StatusCode.CANCELLED, "the peer has left")
     if isinstance(error, KvferryError):
-        context.set_trailing_metadata(((ERROR_METADATA_KEY, encode_error(error)),))
-        context.abort(grpc.StatusCode[error.grpc_status], str(error)[:MAX_DETAILS_CHARS])
-    _log.error("a transfer handler failed", exc_info=error)
-    text = f"{type(error).__name__}: {error}"
-    context.abort(grpc.StatusCode.INTERNAL, text[:MAX_DETAILS_CHARS])
+        failure = error
+    else:
+        _log.error("a transfer handler failed", exc_info=error)
+        failure = InvariantError("the worker failed", given=f"{type(error).__name__}: {error}")
+    context.set_trailing_metadata(((ERROR_METADATA_KEY, encode_error(failure)),))
+    context.abort(grpc.StatusCode[failure.grpc_status], str(failure)[:MAX_DETAILS_CHARS])
 
 
 def require_deadline(context: grpc.ServicerContext) -> None:

@@ -1,16 +1,30 @@
 """The KV tensors of one rank: one raw allocation per layer, viewed as blocks and as bytes."""
 
+from typing import Self
+
 import torch
 
 from kvferry.proto.errors import ConfigError
+from kvferry.proto.identity import Identity
 from kvferry.worker.device import Device
 from kvferry.worker.frames import Geometry
 
-_DTYPES = {
+TORCH_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of KV memory with this name.
+
+    Raises:
+        ConfigError: none of that name can be moved.
+    """
+    if name not in TORCH_DTYPES:
+        raise ConfigError("unsupported KV dtype", given=name, allowed=sorted(TORCH_DTYPES))
+    return TORCH_DTYPES[name]
 
 
 class KvMemory:
@@ -47,15 +61,13 @@ class KvMemory:
         for name, size in sizes.items():
             if type(size) is not int or size < 1:
                 raise ConfigError(f"{name} must be a positive integer", given=size, allowed=">= 1")
-        if dtype not in _DTYPES:
-            raise ConfigError("unsupported KV dtype", given=dtype, allowed=sorted(_DTYPES))
+        kv_dtype = torch_dtype(dtype)
         self.device = device
         self.num_blocks = num_blocks
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
         self.dtype = dtype
-        torch_dtype = _DTYPES[dtype]
-        half_page_bytes = block_tokens * num_kv_heads * head_size * torch_dtype.itemsize
+        half_page_bytes = block_tokens * num_kv_heads * head_size * kv_dtype.itemsize
         self.geometry = Geometry(
             num_layers=num_layers, page_bytes=2 * half_page_bytes, block_tokens=block_tokens
         )
@@ -64,15 +76,29 @@ class KvMemory:
             for _ in range(num_layers)
         ]
         self.layers = [
-            raw.view(torch_dtype).view(2, num_blocks, block_tokens, num_kv_heads, head_size)
+            raw.view(kv_dtype).view(2, num_blocks, block_tokens, num_kv_heads, head_size)
             for raw in raw_layers
         ]
         self.byte_layers = [device.as_bytes(raw) for raw in raw_layers]
 
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of one block."""
-        return self.geometry.block_tokens
+    @classmethod
+    def for_identity(
+        cls, device: Device, identity: Identity, *, num_blocks: int, block_tokens: int
+    ) -> Self:
+        """Return memory for blocks of what the identity describes.
+
+        Raises:
+            ConfigError: as the constructor.
+        """
+        return cls(
+            device,
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            num_layers=identity.num_layers,
+            num_kv_heads=identity.num_kv_heads,
+            head_size=identity.head_size,
+            dtype=identity.kv_dtype,
+        )
 
     @property
     def num_layers(self) -> int:
@@ -83,8 +109,3 @@ class KvMemory:
     def page_bytes(self) -> int:
         """Bytes of one block in one layer, K and V together."""
         return self.geometry.page_bytes
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
-        return self.geometry.block_bytes

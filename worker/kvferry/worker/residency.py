@@ -21,14 +21,6 @@ class Resident:
     generation: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidencyCounts:
-    """`num_blocks` hold a hash; `num_hashes` are different (several blocks may hold one)."""
-
-    num_blocks: int
-    num_hashes: int
-
-
 class Residency:
     """Thread-safe. Every change of what a block holds gives it a new generation."""
 
@@ -83,18 +75,10 @@ class Residency:
         with self._lock:
             return self._generation_of_block.get(resident.block_id) == resident.generation
 
-    def clear(self) -> None:
-        """Drop everything; readers under way will be told that their blocks are gone."""
+    def num_blocks(self) -> int:
+        """Return how many blocks hold a hash now."""
         with self._lock:
-            for block_id in list(self._hash_of_block):
-                self._drop(block_id)
-
-    def counts(self) -> ResidencyCounts:
-        """Return how much is held now."""
-        with self._lock:
-            return ResidencyCounts(
-                num_blocks=len(self._hash_of_block), num_hashes=len(self._blocks_of_hash)
-            )
+            return len(self._hash_of_block)
 
     def _drop(self, block_id: BlockId) -> None:
         key = self._hash_of_block.pop(block_id, None)

@@ -13,7 +13,7 @@ from kvferry.proto.errors import (
     MismatchError,
     StaleError,
 )
-from kvferry.proto.identity import Identity, require_equal_identities
+from kvferry.proto.identity import Identity, identity_from_cbor, require_equal_identities
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, Incarnation, LeaseId, pack_group
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.frames import DEFAULT_FRAME_BYTES, Frame, Header, plan_frames
@@ -30,7 +30,6 @@ from kvferry.worker.transfer_wire import (
     FetchAsk,
     StoreAsk,
     WorkerDescription,
-    decode_identity,
     make_fetch_ask,
 )
 
@@ -110,7 +109,7 @@ class WorkerService:
         lease_id: LeaseId,
         hashes: Sequence[BlockHash],
         block_ids: Sequence[BlockId],
-        deadline_s: float,
+        timeout_s: float,
         cancel: threading.Event,
     ) -> PullOutcome:
         """Fetch blocks from a peer into `block_ids`, one per hash; blocks until it has ended.
@@ -134,7 +133,7 @@ class WorkerService:
             ask,
             memory=self.memory,
             block_ids=block_ids,
-            deadline_s=deadline_s,
+            timeout_s=timeout_s,
             cancel=cancel,
         )
         arrived = outcome.num_blocks
@@ -156,7 +155,7 @@ class WorkerService:
             identity=self.identity,
             group_id=self.group_id,
             geometry=self.memory.geometry,
-            num_resident_blocks=self.residency.counts().num_blocks,
+            num_resident_blocks=self.residency.num_blocks(),
             pid=os.getpid(),
         )
 
@@ -252,7 +251,7 @@ class WorkerService:
     def _require_same(self, ask: FetchAsk | StoreAsk) -> None:
         if ask.identity_digest != self._identity_digest:
             if ask.identity_cbor:
-                theirs = decode_identity(ask.identity_cbor)
+                theirs = identity_from_cbor(ask.identity_cbor)
                 require_equal_identities(self.identity, theirs, who="the caller")
             raise IdentityMismatchError(
                 "the caller has another identity",

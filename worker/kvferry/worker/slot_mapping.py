@@ -16,7 +16,7 @@ NOT_HERE = -1
 
 
 def slots(
-    block_table: Sequence[int],
+    block_table: Sequence[int] | npt.NDArray[np.int64],
     start_position: int,
     end_position: int,
     block_tokens: int,

@@ -1,15 +1,18 @@
 """The receiving side of a Store: reserve blocks, put frames into them, say how far it came."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from kvferry.proto.errors import InvariantError, TransferError
+from kvferry.proto.errors import InvariantError, KvferryError, TransferError
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, LeaseId, pack_group
 from kvferry.worker.frames import Frame, Header, Place
 from kvferry.worker.pull import receive
 from kvferry.worker.residency import Residency
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import StoreAsk
+
+_log = logging.getLogger(__name__)
 
 Write = Callable[[Sequence[Place], memoryview], None]
 """Puts canonical bytes where they belong in the KV memory; returns when they are there."""
@@ -26,7 +29,11 @@ class Reserver(Protocol):
         """
 
     def end(self, reservation_id: LeaseId, num_written: int) -> None:
-        """Say that the writer is closed and the first `num_written` hashes are completely here."""
+        """Say that the writer is closed and the first `num_written` hashes are completely here.
+
+        Raises:
+            KvferryError: the owner refuses, or does not answer however often it is told.
+        """
 
 
 def accept_blocks(
@@ -50,10 +57,6 @@ def accept_blocks(
     """
     session.open(Header(incarnation=0, num_found=len(ask.hashes), geometry=ask.geometry))
     reservation_id, block_ids = reserver.reserve(ask.hashes)
-    if len(block_ids) != len(ask.hashes):
-        raise InvariantError(
-            "a reservation of a wrong size", given=len(block_ids), allowed=len(ask.hashes)
-        )
 
     def place(frame: Frame) -> None:
         payload = memoryview(frame.payload)
@@ -63,10 +66,7 @@ def accept_blocks(
                 where = Place(block_id, segment.layer_start, segment.layer_end)
                 write([where], payload[segment.offset : segment.offset + segment.length])
 
-    residency.mark_reused(block_id for block_id in block_ids if block_id is not None)
-    try:
-        receive(_frames(parts), session, place)
-    finally:
+    def settle() -> int:
         num_stored = session.num_complete
         residency.mark_written(
             (pack_group(block_hash, GroupId(ask.group_id)), block_id)
@@ -76,7 +76,23 @@ def accept_blocks(
             if block_id is not None
         )
         reserver.end(reservation_id, num_stored)
-    return num_stored
+        return num_stored
+
+    try:
+        if len(block_ids) != len(ask.hashes):
+            raise InvariantError(
+                "a reservation of a wrong size", given=len(block_ids), allowed=len(ask.hashes)
+            )
+        residency.mark_reused(block_id for block_id in block_ids if block_id is not None)
+        receive(_frames(parts), session, place)
+    except BaseException:
+        try:
+            settle()
+        except KvferryError:
+            # What ended the transfer is what the client must hear.
+            _log.exception("reservation %s was not ended; its blocks are lost", reservation_id)
+        raise
+    return settle()
 
 
 def _frames(parts: Iterable[StoreAsk | Frame]) -> Iterator[Frame]:

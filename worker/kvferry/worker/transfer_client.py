@@ -7,13 +7,13 @@ from contextlib import closing, contextmanager
 import grpc
 
 from kvferry.proto.errors import DeadlineError, KvferryError, NotFoundError, UnavailableError
+from kvferry.proto.grpc_options import CHANNEL_OPTIONS
 from kvferry.proto.grpc_status import MAX_CALL_S
 from kvferry.proto.ids import BlockId
 from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.frames import Frame, Header, places_of, plan_frames
 from kvferry.worker.grpc_errors import error_of_call
-from kvferry.worker.grpc_options import CHANNEL_OPTIONS
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.pull import PullOutcome, receive, require_destinations
 from kvferry.worker.source import make_frame
@@ -53,7 +53,7 @@ class TransferClient:
         self._lock = threading.Lock()
         self._channels: dict[str, grpc.Channel] = {}
 
-    def describe(self, address: str, *, deadline_s: float) -> WorkerDescription:
+    def describe(self, address: str, *, timeout_s: float) -> WorkerDescription:
         """Return who listens at `address` ("host:port").
 
         Raises:
@@ -62,7 +62,7 @@ class TransferClient:
         with self._channel(address) as channel:
             stub = transfer_pb2_grpc.TransferStub(channel)
             reply = stub.Describe(
-                transfer_pb2.DescribeRequest(), timeout=min(deadline_s, MAX_CALL_S)
+                transfer_pb2.DescribeRequest(), timeout=min(timeout_s, MAX_CALL_S)
             )
         return description_from_proto(reply)
 
@@ -73,7 +73,7 @@ class TransferClient:
         *,
         memory: KvMemory,
         block_ids: Sequence[BlockId],
-        deadline_s: float,
+        timeout_s: float,
         cancel: threading.Event,
     ) -> PullOutcome:
         """Fetch the asked blocks into `block_ids`, one each, verifying every frame before it lands.
@@ -92,9 +92,9 @@ class TransferClient:
             scatter(memory, places_of(frame.segments, block_ids), frame.payload)
 
         try:
-            if deadline_s <= 0:
-                raise DeadlineError("the deadline of a pull has passed", given=deadline_s)
-            with closing(self._messages(address, ask, deadline_s, cancel)) as messages:
+            if timeout_s <= 0:
+                raise DeadlineError("the deadline of a pull has passed", given=timeout_s)
+            with closing(self._messages(address, ask, timeout_s, cancel)) as messages:
                 receive(messages, session, place)
             if session.num_found < session.num_asked:
                 raise NotFoundError(
@@ -115,7 +115,7 @@ class TransferClient:
         *,
         memory: KvMemory,
         block_ids: Sequence[BlockId],
-        deadline_s: float,
+        timeout_s: float,
     ) -> int:
         """Send the announced blocks from `block_ids`, one each; return how many are held there now.
 
@@ -139,7 +139,7 @@ class TransferClient:
             send = channel.stream_unary(
                 STORE_METHOD, response_deserializer=transfer_pb2.StoreReply.FromString
             )
-            reply = send(parts(), timeout=min(deadline_s, MAX_CALL_S))
+            reply = send(parts(), timeout=min(timeout_s, MAX_CALL_S))
         return reply.num_stored
 
     def close(self) -> None:
@@ -150,13 +150,13 @@ class TransferClient:
             channel.close()
 
     def _messages(
-        self, address: str, ask: FetchAsk, deadline_s: float, cancel: threading.Event
+        self, address: str, ask: FetchAsk, timeout_s: float, cancel: threading.Event
     ) -> Generator[Header | Frame, None, None]:
         if cancel.is_set():
             raise _CancelledError
         with self._channel(address) as channel:
             stub = transfer_pb2_grpc.TransferStub(channel)
-            call = stub.Fetch(fetch_ask_to_proto(ask), timeout=min(deadline_s, MAX_CALL_S))
+            call = stub.Fetch(fetch_ask_to_proto(ask), timeout=min(timeout_s, MAX_CALL_S))
             watch = StallWatch(
                 call.cancel, stall_s=self._stall_s, poll_s=CANCEL_POLL_S, cancel=cancel
             )

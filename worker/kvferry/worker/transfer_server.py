@@ -1,5 +1,6 @@
 """The gRPC front of a worker: it turns messages into values and errors into statuses, no more."""
 
+import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,12 @@ from grpc_health.v1 import (
 
 from kvferry.proto.bind import require_safe_bind
 from kvferry.proto.errors import BusyError
+from kvferry.proto.grpc_options import SERVER_OPTIONS
 from kvferry.proto.grpc_status import decode_message
 from kvferry.proto.listening import why_not_listening
 from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker.frames import Frame, Header
 from kvferry.worker.grpc_errors import abort_with, require_deadline
-from kvferry.worker.grpc_options import SERVER_OPTIONS
 from kvferry.worker.stall_watch import StallWatch
 from kvferry.worker.transfer_wire import (
     FetchAsk,
@@ -31,6 +32,8 @@ from kvferry.worker.transfer_wire import (
     fetch_ask_from_proto,
     store_part_from_proto,
 )
+
+_log = logging.getLogger(__name__)
 
 # One thread serves one call. A Fetch or Store beyond the limit is refused at once instead of
 # waiting unseen behind a slow one, by threads that are kept free for that, Describe and health.
@@ -151,6 +154,8 @@ class _Handlers:
         try:
             with self._admitted(context) as watch:
                 ask = fetch_ask_from_proto(decode_message(transfer_pb2.FetchRequest, request))
+                num_asked, lease_id = len(ask.hashes), ask.lease_id
+                _log.debug("%s asks for %d blocks, lease %r", context.peer(), num_asked, lease_id)
                 for part in self._service.open_fetch(ask):
                     # Nobody interrupts a handler whose client has left; it has to look.
                     if not context.is_active():

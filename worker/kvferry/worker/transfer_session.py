@@ -19,7 +19,6 @@ class PullSession:
         self.num_asked = num_asked
         self.num_bytes = 0
         self.num_checksum_failures = 0
-        self.failure: str | None = None
         self._geometry = geometry
         self._num_found: int | None = None
         self._all_layers = (1 << geometry.num_layers) - 1
@@ -48,17 +47,16 @@ class PullSession:
         Raises:
             TransferError: a second header, other sizes than ours, or more blocks than asked for.
         """
-        self._refuse_after_failure()
         if self._num_found is not None:
-            self._fail("a second header")
+            raise TransferError("a second header")
         if header.geometry != self._geometry:
-            self._fail(
+            raise TransferError(
                 "the two sides cut blocks differently",
                 given=str(header.geometry),
                 allowed=str(self._geometry),
             )
         if not 0 <= header.num_found <= self.num_asked:
-            self._fail(
+            raise TransferError(
                 "the source announces blocks nobody asked for",
                 given=header.num_found,
                 allowed=f"0 to {self.num_asked}",
@@ -73,21 +71,22 @@ class PullSession:
             TransferError: no header yet, a wrong checksum, a segment for an unknown block or layer,
                 of a wrong length, over bytes of another, or for a page that is in place already.
         """
-        self._refuse_after_failure()
         if self._num_found is None:
-            self._fail("a frame before the header")
+            raise TransferError("a frame before the header")
         if xxhash.xxh3_64_intdigest(frame.payload) != frame.checksum:
             self.num_checksum_failures += 1
-            self._fail("a frame's checksum is wrong")
+            raise TransferError("a frame's checksum is wrong")
         offset = 0
         taken: dict[int, int] = {}
         for segment in frame.segments:
             self._admit_place(segment, taken)
             if segment.offset != offset:
-                self._fail("segments overlap or leave a hole", given=segment.offset, allowed=offset)
+                raise TransferError(
+                    "segments overlap or leave a hole", given=segment.offset, allowed=offset
+                )
             offset += segment.length
         if offset != len(frame.payload):
-            self._fail(
+            raise TransferError(
                 "segments do not cover the payload", given=offset, allowed=len(frame.payload)
             )
 
@@ -108,9 +107,8 @@ class PullSession:
         Raises:
             TransferError: blocks it announced are missing.
         """
-        self._refuse_after_failure()
         if not self.is_finished:
-            self._fail(
+            raise TransferError(
                 "the transfer ended early",
                 given=f"{self._num_complete} whole blocks",
                 allowed=f"{self.num_found} blocks" if self._num_found is not None else "a header",
@@ -118,34 +116,25 @@ class PullSession:
 
     def _admit_place(self, segment: Segment, taken: dict[int, int]) -> None:
         if not 0 <= segment.hash_index < self.num_found:
-            self._fail(
+            raise TransferError(
                 "a segment of a block that was not announced",
                 given=segment.hash_index,
                 allowed=f"0 to {self.num_found - 1}",
             )
         if not 0 <= segment.layer_start < segment.layer_end <= self._geometry.num_layers:
-            self._fail(
+            raise TransferError(
                 "a segment of layers that do not exist",
                 given=f"[{segment.layer_start}, {segment.layer_end})",
                 allowed=f"within [0, {self._geometry.num_layers})",
             )
         length = (segment.layer_end - segment.layer_start) * self._geometry.page_bytes
         if segment.length != length:
-            self._fail("a segment of a wrong length", given=segment.length, allowed=length)
+            raise TransferError("a segment of a wrong length", given=segment.length, allowed=length)
         bits = _layer_bits(segment)
         already = self._layers_in_place[segment.hash_index] | taken.get(segment.hash_index, 0)
         if already & bits:
-            self._fail("a page came twice", given=f"block {segment.hash_index}")
+            raise TransferError("a page came twice", given=f"block {segment.hash_index}")
         taken[segment.hash_index] = taken.get(segment.hash_index, 0) | bits
-
-    def _fail(self, message: str, *, given: object = None, allowed: object = None) -> None:
-        error = TransferError(message, given=given, allowed=allowed)
-        self.failure = str(error)
-        raise error
-
-    def _refuse_after_failure(self) -> None:
-        if self.failure is not None:
-            raise TransferError("the transfer has failed already", given=self.failure)
 
 
 def _layer_bits(segment: Segment) -> int:

@@ -3,15 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import cbor2
-
-from kvferry.proto.errors import BadInputError, TransferError
-from kvferry.proto.identity import Identity, identity_from_plain, identity_to_plain
-from kvferry.proto.ids import BlockHash
+from kvferry.proto.errors import TransferError
+from kvferry.proto.identity import Identity, identity_from_cbor, identity_to_cbor
+from kvferry.proto.ids import BlockHash, join_hashes, split_hashes
 from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker.frames import Frame, Geometry, Header, Segment
-
-HASH_SIZES_BYTES = (16, 32)
 
 # Field number << 3 | 2 (a length follows).
 _TAG_FRAME = bytes([2 << 3 | 2])
@@ -66,7 +62,7 @@ def make_fetch_ask(
     """Return the ask for the blocks of `hashes` under `identity`."""
     return FetchAsk(
         identity_digest=identity.digest(),
-        identity_cbor=encode_identity(identity),
+        identity_cbor=identity_to_cbor(identity),
         group_id=group_id,
         hashes=tuple(hashes),
         lease_id=lease_id,
@@ -81,45 +77,26 @@ def make_store_ask(
     """Return the announcement of the blocks of `hashes` under `identity`."""
     return StoreAsk(
         identity_digest=identity.digest(),
-        identity_cbor=encode_identity(identity),
+        identity_cbor=identity_to_cbor(identity),
         group_id=group_id,
         hashes=tuple(hashes),
         geometry=geometry,
     )
 
 
-def encode_identity(identity: Identity) -> bytes:
-    """Return the identity as canonical CBOR."""
-    return cbor2.dumps(identity_to_plain(identity), canonical=True)
-
-
-def decode_identity(encoded: bytes) -> Identity:
-    """Return the identity that `encode_identity` encoded.
+def fetch_ask_to_proto(ask: FetchAsk) -> transfer_pb2.FetchRequest:
+    """Return the request message.
 
     Raises:
-        BadInputError: not CBOR, or not an identity.
+        BadInputError: hashes of different sizes, or of no hash's size.
     """
-    try:
-        plain = cbor2.loads(encoded)
-    except (cbor2.CBORDecodeError, ValueError) as error:
-        raise BadInputError(
-            "the identity is not CBOR", given=str(error), allowed="canonical CBOR of an identity"
-        ) from error
-    if not isinstance(plain, dict):
-        raise BadInputError(
-            "the identity is not a map", given=type(plain).__name__, allowed="a CBOR map"
-        )
-    return identity_from_plain(plain)
-
-
-def fetch_ask_to_proto(ask: FetchAsk) -> transfer_pb2.FetchRequest:
-    """Return the request message."""
+    hashes, hash_bytes = join_hashes(ask.hashes)
     return transfer_pb2.FetchRequest(
         identity_digest=ask.identity_digest,
         identity_cbor=ask.identity_cbor,
         group_id=ask.group_id,
-        hash_bytes=_size_of_hashes(ask.hashes),
-        hashes=b"".join(ask.hashes),
+        hash_bytes=hash_bytes,
+        hashes=hashes,
         lease_id=ask.lease_id,
         incarnation=ask.incarnation,
         max_frame_bytes=ask.max_frame_bytes,
@@ -136,7 +113,7 @@ def fetch_ask_from_proto(message: transfer_pb2.FetchRequest) -> FetchAsk:
         identity_digest=message.identity_digest,
         identity_cbor=message.identity_cbor,
         group_id=message.group_id,
-        hashes=_split_hashes(message.hashes, message.hash_bytes),
+        hashes=split_hashes(message.hashes, message.hash_bytes),
         lease_id=message.lease_id,
         incarnation=message.incarnation,
         max_frame_bytes=message.max_frame_bytes,
@@ -174,7 +151,11 @@ def reply_from_proto(message: transfer_pb2.FetchReply) -> Header | Frame:
 
 
 def encode_store_part(part: StoreAsk | Frame) -> bytes:
-    """Return one request of a Store as it travels."""
+    """Return one request of a Store as it travels.
+
+    Raises:
+        BadInputError: hashes of different sizes, or of no hash's size.
+    """
     if isinstance(part, Frame):
         return _encode_frame(part)
     request = transfer_pb2.StoreRequest()
@@ -182,8 +163,7 @@ def encode_store_part(part: StoreAsk | Frame) -> bytes:
     header.identity_digest = part.identity_digest
     header.identity_cbor = part.identity_cbor
     header.group_id = part.group_id
-    header.hash_bytes = _size_of_hashes(part.hashes)
-    header.hashes = b"".join(part.hashes)
+    header.hashes, header.hash_bytes = join_hashes(part.hashes)
     _fill_geometry(header.geometry, part.geometry)
     return request.SerializeToString()
 
@@ -204,7 +184,7 @@ def store_part_from_proto(message: transfer_pb2.StoreRequest) -> StoreAsk | Fram
             identity_digest=header.identity_digest,
             identity_cbor=header.identity_cbor,
             group_id=header.group_id,
-            hashes=_split_hashes(header.hashes, header.hash_bytes),
+            hashes=split_hashes(header.hashes, header.hash_bytes),
             geometry=_geometry_from_proto(header.geometry),
         )
     raise TransferError("an empty message in a transfer", allowed="a header or a frame")
@@ -214,7 +194,7 @@ def description_to_proto(description: WorkerDescription) -> transfer_pb2.Describ
     """Return the reply of a Describe."""
     reply = transfer_pb2.DescribeReply(
         incarnation=description.incarnation,
-        identity_cbor=encode_identity(description.identity),
+        identity_cbor=identity_to_cbor(description.identity),
         group_id=description.group_id,
         num_resident_blocks=description.num_resident_blocks,
         pid=description.pid,
@@ -231,32 +211,11 @@ def description_from_proto(message: transfer_pb2.DescribeReply) -> WorkerDescrip
     """
     return WorkerDescription(
         incarnation=message.incarnation,
-        identity=decode_identity(message.identity_cbor),
+        identity=identity_from_cbor(message.identity_cbor),
         group_id=message.group_id,
         geometry=_geometry_from_proto(message.geometry),
         num_resident_blocks=message.num_resident_blocks,
         pid=message.pid,
-    )
-
-
-def _size_of_hashes(hashes: tuple[BlockHash, ...]) -> int:
-    sizes = {len(block_hash) for block_hash in hashes} or {HASH_SIZES_BYTES[-1]}
-    if len(sizes) != 1 or not sizes <= set(HASH_SIZES_BYTES):
-        raise BadInputError(
-            "hashes of a wrong size", given=sorted(sizes), allowed=f"all {HASH_SIZES_BYTES} bytes"
-        )
-    return sizes.pop()
-
-
-def _split_hashes(joined: bytes, hash_bytes: int) -> tuple[BlockHash, ...]:
-    if hash_bytes not in HASH_SIZES_BYTES or len(joined) % hash_bytes:
-        raise BadInputError(
-            "the joined hashes cannot be split",
-            given={"hash_bytes": hash_bytes, "hashes_bytes": len(joined)},
-            allowed=f"hashes of one of {HASH_SIZES_BYTES} bytes, joined",
-        )
-    return tuple(
-        BlockHash(joined[start : start + hash_bytes]) for start in range(0, len(joined), hash_bytes)
     )
 
 

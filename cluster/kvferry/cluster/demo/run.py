@@ -20,7 +20,7 @@ from kvferry.cluster.demo.serve import ExtraTimings, converse, time_extra_prompt
 from kvferry.cluster.ray_launcher import RayService, running_service
 from kvferry.cluster.serving.router import Router, RouterSettings, Served
 from kvferry.cluster.serving.scheduler import Limits
-from kvferry.worker.model.loading import DTYPES, ModelFacts, inspect_model
+from kvferry.worker.model.loading import ModelFacts, inspect_model
 from kvferry.worker.model.sampling import SamplingParams
 
 Progress = Callable[[str], None]
@@ -49,7 +49,8 @@ def run_demo(config: ServiceConfig, settings: DemoSettings, progress: Progress) 
     limits = _limits(config, facts)
     longest = tuple(longest_requests(turns, writer, settings.sampling))
     require_all_fit(longest, limits)
-    require_memory(config, block_bytes=_block_bytes(config, facts), memory_bytes=_memory_bytes())
+    block_bytes = facts.identity.block_bytes(config.block_tokens)
+    require_memory(config, block_bytes=block_bytes, memory_bytes=_memory_bytes())
     with running_service(config, facts.identity, progress) as service:
         for launched in service.instances:
             info = launched.info
@@ -75,11 +76,6 @@ def run_demo(config: ServiceConfig, settings: DemoSettings, progress: Progress) 
         extra=extra,
         min_num_blocks=min_num_blocks(longest, limits),
     )
-
-
-def _block_bytes(config: ServiceConfig, facts: ModelFacts) -> int:
-    values = facts.num_layers * 2 * config.block_tokens * facts.num_kv_heads * facts.head_size
-    return values * DTYPES[config.dtype].itemsize
 
 
 def _memory_bytes() -> int:

@@ -57,7 +57,7 @@ class BlockMover(Protocol):
         lease_id: LeaseId,
         hashes: tuple[BlockHash, ...],
         block_ids: tuple[BlockId, ...],
-        deadline_s: float,
+        timeout_s: float,
         cancel: threading.Event,
     ) -> PullOutcome:
         """Fetch blocks from a peer; returns (never raises) once no write can follow."""
@@ -232,7 +232,7 @@ class Engine:
                 lease_id=load.lease_id,
                 hashes=order.hashes,
                 block_ids=order.block_ids,
-                deadline_s=load.deadline_s,
+                timeout_s=load.ttl_s,
                 cancel=cancel,
             )
             num_blocks, error = outcome.num_blocks, outcome.error

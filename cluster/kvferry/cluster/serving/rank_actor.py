@@ -35,7 +35,7 @@ from kvferry.worker.service import WorkerService
 log = logging.getLogger(__name__)
 
 REGISTER_TIMEOUT_S = 20.0
-STOP_TIMEOUT_S = 3.0
+STOP_TIMEOUT_S = 0.5
 WILDCARD_HOSTS = ("0.0.0.0", "::")
 
 
@@ -89,10 +89,6 @@ class RankActor:
         self._worker: WorkerService | None = None
         self._engine: Engine | None = None
 
-    def pid(self) -> int:
-        """Return this process's id."""
-        return os.getpid()
-
     def start(self, coordinator: CoordinatorPort) -> InstanceInfo:
         """Load the model, open the transfer server, register and start the loop.
 
@@ -108,14 +104,11 @@ class RankActor:
         loaded = load_model(settings.model, dtype=settings.dtype)
         device = open_device(settings.device)
         torch.nn.Module.to(loaded.model, device.name)
-        memory = KvMemory(
+        memory = KvMemory.for_identity(
             device,
+            loaded.identity,
             num_blocks=settings.num_blocks,
             block_tokens=settings.block_tokens,
-            num_layers=loaded.num_layers,
-            num_kv_heads=loaded.num_kv_heads,
-            head_size=loaded.head_size,
-            dtype=settings.dtype,
         )
         incarnation = Incarnation(time.time_ns())
         worker = WorkerService(identity=loaded.identity, incarnation=incarnation, memory=memory)

@@ -10,7 +10,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -18,6 +17,7 @@ from transformers.utils import logging as _logging
 
 from kvferry.proto.errors import ModelError
 from kvferry.proto.identity import GroupSpec, Identity
+from kvferry.worker.kv_memory import TORCH_DTYPES
 from kvferry.worker.model.attention import PAGED_ATTENTION
 from kvferry.worker.model.config import eos_token_ids, read_config, rope_text
 from kvferry.worker.model.folder import find_model_folder, model_name, weight_digest
@@ -26,7 +26,6 @@ from kvferry.worker.model.folder import find_model_folder, model_name, weight_di
 transformers_logging: Any = _logging
 auto_model: Any = AutoModelForCausalLM
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -66,8 +65,8 @@ def inspect_model(path_or_hub_id: str, *, dtype: str = "float32") -> ModelFacts:
     Raises:
         ModelError: the model is not there, not readable or of an unsupported kind; or the dtype.
     """
-    if dtype not in DTYPES:
-        raise ModelError("unsupported dtype", given=dtype, allowed=list(DTYPES))
+    if dtype not in TORCH_DTYPES:
+        raise ModelError("unsupported dtype", given=dtype, allowed=list(TORCH_DTYPES))
     folder = find_model_folder(path_or_hub_id)
     config = read_config(folder)
     head_size = getattr(config, "head_dim", None)
@@ -97,24 +96,18 @@ def inspect_model(path_or_hub_id: str, *, dtype: str = "float32") -> ModelFacts:
     )
 
 
-def load_model(path_or_hub_id: str, *, dtype: str = "float32", weights: bool = True) -> LoadedModel:
+def load_model(path_or_hub_id: str, *, dtype: str = "float32") -> LoadedModel:
     """Load a model for the paged attention.
 
     Args:
         path_or_hub_id: a folder in Hugging Face form, or a hub id of the form owner/name.
         dtype: float32, bfloat16 or float16, whatever dtype the weights are stored in.
-        weights: False leaves the model on torch's meta device: shapes and sizes, no memory; it
-            cannot be run.
 
     Raises:
         ModelError: as `inspect_model`, or the weights are damaged or do not cover the model.
     """
     facts = inspect_model(path_or_hub_id, dtype=dtype)
-    if weights:
-        model = _with_weights(facts.folder, DTYPES[dtype])
-    else:
-        model = _without_weights(read_config(facts.folder), DTYPES[dtype])
-    return LoadedModel(model=model, **vars(facts))
+    return LoadedModel(model=_read_model(facts.folder, TORCH_DTYPES[dtype]), **vars(facts))
 
 
 @contextmanager
@@ -129,7 +122,7 @@ def progress_bars_off() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _with_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _read_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     # transformers and safetensors raise many kinds of errors (some derive from Exception alone)
     # for files that are damaged or do not fit the config.
     try:
@@ -153,14 +146,6 @@ def _with_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         )
     loaded: PreTrainedModel = model
     return loaded
-
-
-def _without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    with torch.device("meta"):
-        model: PreTrainedModel = auto_model.from_config(
-            config, dtype=dtype, attn_implementation=PAGED_ATTENTION
-        )
-    return model
 
 
 def _read_tokenizer(folder: Path) -> Any:

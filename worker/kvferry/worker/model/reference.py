@@ -1,7 +1,7 @@
 """What plain transformers says about generated tokens; nothing of kvferry computes here."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,18 +112,3 @@ class TransformersReference:
         )
         generated: list[int] = output[0, len(prompt_ids) :].tolist()
         return generated
-
-
-def check_against_transformers(
-    model_path: str,
-    requests: Iterable[tuple[Sequence[int], Sequence[int]]],
-    *,
-    dtype: str = "float32",
-) -> list[Comparison]:
-    """Judge the outputs of several requests, given as (prompt_ids, output_ids), in their order.
-
-    Raises:
-        ModelError: the reference model cannot be loaded.
-    """
-    reference = TransformersReference(model_path, dtype=dtype)
-    return [reference.compare(prompt, output) for prompt, output in requests]

@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvferry.proto.errors import BadInputError, ConfigError, PromptTooLongError, TokenError
 from kvferry.worker.model.attention import PagedBatch, SequenceSpan, causal_mask
 from kvferry.worker.model.loading import LoadedModel
+from kvferry.worker.slot_mapping import slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,7 @@ class ModelRunner:
         positions = torch.cat(
             [torch.arange(p.start_position, p.end_position, device=self._device) for p in batch]
         )
-        paged_batch = self._paged_batch(batch, positions)
+        paged_batch = self._paged_batch(batch)
         last_tokens = [s.first_query + s.num_queries - 1 for s in paged_batch.sequences]
         output = self._loaded.model(
             input_ids=token_ids.unsqueeze(0),
@@ -86,30 +89,31 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _paged_batch(self, batch: Sequence[SequenceSlice], positions: torch.Tensor) -> PagedBatch:
+    def _paged_batch(self, batch: Sequence[SequenceSlice]) -> PagedBatch:
         spans: list[SequenceSpan] = []
-        slot_blocks: list[torch.Tensor] = []
+        piece_slots: list[npt.NDArray[np.int64]] = []
+        block_tokens = self._block_tokens
         first_query = 0
         for piece in batch:
-            num_used_blocks = -(-piece.end_position // self._block_tokens)
-            block_ids = self._tensor(piece.block_table[:num_used_blocks])
+            num_used_blocks = -(-piece.end_position // block_tokens)
+            table = np.array(piece.block_table[:num_used_blocks], dtype=np.int64)
             num_queries = len(piece.token_ids)
-            own_positions = positions[first_query : first_query + num_queries]
-            slot_blocks.append(block_ids[own_positions // self._block_tokens])
+            piece_slots.append(slots(table, piece.start_position, piece.end_position, block_tokens))
             spans.append(
                 SequenceSpan(
                     first_query=first_query,
                     num_queries=num_queries,
                     context_tokens=piece.end_position,
-                    block_ids=block_ids,
+                    block_ids=torch.from_numpy(table).to(self._device),
                     mask=causal_mask(num_queries, piece.end_position, self._device),
                 )
             )
             first_query += num_queries
+        slot_blocks, slot_offsets = np.divmod(np.concatenate(piece_slots), block_tokens)
         return PagedBatch(
             layers=self._layers,
-            slot_blocks=torch.cat(slot_blocks),
-            slot_offsets=positions % self._block_tokens,
+            slot_blocks=torch.from_numpy(slot_blocks).to(self._device),
+            slot_offsets=torch.from_numpy(slot_offsets).to(self._device),
             sequences=tuple(spans),
         )
 

@@ -1,4 +1,4 @@
-"""Channel and server settings of the transfer plane; both ends must agree on the message limit."""
+"""Settings of every gRPC server and channel; both ends must agree on the message limit."""
 
 # Each end checks on its own; gRPC's default is 4 MiB. A frame's payload is at most half of it.
 MAX_MESSAGE_BYTES = 64 << 20
@@ -28,6 +28,6 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # An HTTP proxy in the environment is not meant for traffic between workers.
+    # An HTTP proxy in the environment is not meant for traffic inside the cluster.
     ("grpc.enable_http_proxy", 0),
 )
