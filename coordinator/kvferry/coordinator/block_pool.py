@@ -1,14 +1,22 @@
 """One instance's blocks: who references them, which are free, and which hash each one carries.
 
-Decides which block is evicted next; knows nothing of requests. Behaves like vLLM 0.32's pool.
+Decides which block is evicted next; knows nothing of requests.
 """
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvferry.coordinator.free_queue import FreeQueue
-from kvferry.coordinator.pool_events import Cleared, PoolEvent, Removed, Stored
-from kvferry.proto.errors import BadInputError, ConfigError, InvariantError
+from kvferry.coordinator.pool_events import (
+    Cleared,
+    GroupOrigin,
+    PoolEvent,
+    Removed,
+    Stored,
+    StoredContent,
+)
+from kvferry.coordinator.refusals import call_refused
+from kvferry.proto.errors import ConfigError, InvariantError
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupedHash, GroupId, pack_group
 
 # One block under a key is stored as its bare id, several as an insertion-ordered dict: duplicates
@@ -20,11 +28,22 @@ class BlockPool:
     """Ref counts, free queue and hash index of `num_blocks` blocks.
 
     Block 0 is the null block: it is never free, never cached and never freed. Two blocks with
-    equal content are both kept, because block tables are append-only.
+    equal content are both kept, because block tables are append-only. A block carries the key of
+    what it holds, and may carry keys of positions inside it beside that one.
     """
 
-    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        enable_caching: bool = True,
+        *,
+        unhashed_first: bool = True,
+        record_events: bool = True,
+    ) -> None:
         """Make a pool whose blocks `1 .. num_blocks - 1` are free, in ascending order.
+
+        `unhashed_first`: freed blocks without a hash are reused before all others.
+        `record_events`: `take_events` tells what enters and leaves the index.
 
         Raises:
             ConfigError: `num_blocks` is not an integer of at least 1.
@@ -36,10 +55,16 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
+        self.record_events = record_events
         self.num_refused_frees = 0
         self._ref_counts = array("i", bytes(4 * num_blocks))
         self._keys: list[GroupedHash | None] = [None] * num_blocks
         self._index: dict[GroupedHash, _Entry] = {}
+        # Keys beside the first one, and how many tokens of a block the first one covers where
+        # that is not the whole block: both are rare.
+        self._more_keys: dict[BlockId, list[GroupedHash]] = {}
+        self._covered_tokens: dict[BlockId, int] = {}
+        self._unhashed_first = unhashed_first
         self._free = FreeQueue(num_blocks)
         self._free.remove(NULL_BLOCK)
         self._events: list[PoolEvent] = []
@@ -83,6 +108,11 @@ class BlockPool:
         """Return the key a block carries, or None."""
         return self._keys[block_id]
 
+    def keys_of(self, block_id: BlockId) -> tuple[GroupedHash, ...]:
+        """Return every key a block is found under, the one it carries first."""
+        key = self._keys[block_id]
+        return () if key is None else (key, *self._more_keys.get(block_id, ()))
+
     def index_items(self) -> Iterator[tuple[GroupedHash, tuple[BlockId, ...]]]:
         """Yield every key with its blocks, oldest copy first."""
         for key, entry in self._index.items():
@@ -91,12 +121,12 @@ class BlockPool:
     def num_free_of(self, block_ids: Iterable[BlockId]) -> int:
         """Count those of the blocks that touching would take out of the free queue."""
         counts = self._ref_counts
-        return sum(1 for block in block_ids if not counts[block])
+        return sum(1 for block in block_ids if not counts[block] and block != NULL_BLOCK)
 
     def get_cached_block(self, block_hash: BlockHash, group_id: GroupId) -> BlockId | None:
         """Return the oldest block of a hash in a group, or None."""
-        found = self.get_cached_prefix((block_hash,), group_id)
-        return found[0] if found else None
+        entry = self._index.get(pack_group(block_hash, group_id))
+        return next(iter(entry)) if isinstance(entry, dict) else entry
 
     def get_cached_prefix(self, hashes: Iterable[BlockHash], group_id: GroupId) -> list[BlockId]:
         """Return the blocks of the longest run of `hashes`, from the first, that is cached."""
@@ -108,6 +138,18 @@ class BlockPool:
             if entry is None:
                 break
             found.append(next(iter(entry)) if isinstance(entry, dict) else entry)
+        return found
+
+    def get_cached_in_groups(
+        self, block_hash: BlockHash, group_ids: Iterable[GroupId]
+    ) -> list[BlockId] | None:
+        """Return the oldest block of a hash in each group, None if one group has none."""
+        found: list[BlockId] = []
+        for group_id in group_ids:
+            block = self.get_cached_block(block_hash, group_id)
+            if block is None:
+                return None
+            found.append(block)
         return found
 
     # --- owning ------------------------------------------------------------------------------
@@ -141,11 +183,12 @@ class BlockPool:
         """Take one reference from each block; the first given is to be reused first.
 
         Callers pass a request's table tail first, so that chains are evicted from their end.
-        Blocks without a hash go to the front of the queue: nothing is lost by reusing them.
+        With `unhashed_first`, blocks without a hash go to the front of the queue: nothing is lost
+        by reusing them.
         A block that has no reference left, and the null block, are refused and counted in
         `num_refused_frees`; the rest of the list is freed all the same.
         """
-        counts, keys = self._ref_counts, self._keys
+        counts, keys, first = self._ref_counts, self._keys, self._unhashed_first
         hashed: list[BlockId] = []
         unhashed: list[BlockId] = []
         for block in ordered:
@@ -155,7 +198,7 @@ class BlockPool:
                 continue
             counts[block] = count - 1
             if count == 1:
-                (unhashed if keys[block] is None else hashed).append(block)
+                (unhashed if first and keys[block] is None else hashed).append(block)
         self._free.prepend_n(unhashed)
         self._free.append_n(hashed)
 
@@ -168,12 +211,20 @@ class BlockPool:
         num_cached: int,
         num_full: int,
         group_id: GroupId,
+        *,
+        positions: Sequence[int] | None = None,
+        block_tokens: int = 0,
+        origin: GroupOrigin | None = None,
+        content: StoredContent | None = None,
     ) -> None:
         """Make blocks `[num_cached, num_full)` of a table findable under the hashes there.
 
+        `positions` names those of the range that are meant, None: all. A block that was findable
+        at a position inside it only loses that. The rest is told in the event.
+
         Raises:
-            InvariantError: hashes or blocks are missing, or a block carries a hash already;
-                nothing is made findable then.
+            InvariantError: hashes or blocks are missing, or a block carries the hash of a whole
+                block already; nothing is made findable then.
 
         """
         if num_cached >= num_full:
@@ -186,14 +237,86 @@ class BlockPool:
             )
         suffix = pack_group(BlockHash(b""), group_id)
         blocks = tuple(block_ids[num_cached:num_full])
-        for block in blocks:
-            if self._keys[block] is not None or block == NULL_BLOCK:
+        new_hashes = hashes[num_cached:num_full]
+        if positions is not None:
+            blocks = tuple(block_ids[i] for i in positions)
+            new_hashes = [new_hashes[i - num_cached] for i in positions]
+        keys = tuple([GroupedHash(block_hash + suffix) for block_hash in new_hashes])
+        carried, index, more = self._keys, self._index, self._insert
+        taken = [block for block in blocks if carried[block] is not None]
+        for block in taken:
+            if block not in self._covered_tokens:
                 raise InvariantError("block cannot take another hash", given=block)
-        keys = tuple(GroupedHash(h + suffix) for h in hashes[num_cached:num_full])
+        if NULL_BLOCK in blocks:
+            raise InvariantError("block cannot take another hash", given=NULL_BLOCK)
+        for block in taken:
+            self._forget(block)
         for block, key in zip(blocks, keys, strict=True):
+            carried[block] = key
+            if key in index:
+                more(key, block)
+            else:
+                index[key] = block
+        if self.record_events:
+            parent = hashes[num_cached - 1] if num_cached else None
+            self._events.append(Stored(blocks, keys, parent, block_tokens, origin, content))
+
+    def cache_inside(
+        self,
+        block_hash: BlockHash,
+        block: BlockId,
+        group_id: GroupId,
+        *,
+        covered_tokens: int,
+        block_tokens: int,
+    ) -> tuple[GroupedHash, bool]:
+        """Make a block findable at the position up to which a hash covers it.
+
+        `covered_tokens` of the block's `block_tokens` tokens are covered. What the block carried
+        is forgotten if it covers less, and kept beside otherwise.
+
+        Returns:
+            The key, and whether it is new (the caller tells the event, see `tell_stored`).
+
+        """
+        key = pack_group(block_hash, group_id)
+        if key in self.keys_of(block):
+            return key, False
+        if self._covered_tokens.get(block, block_tokens) < covered_tokens:
+            self._forget(block)
+        if self._keys[block] is None:
             self._keys[block] = key
-            self._insert(key, block)
-        self._events.append(Stored(blocks, keys))
+            if covered_tokens < block_tokens:
+                self._covered_tokens[block] = covered_tokens
+        else:
+            self._more_keys.setdefault(block, []).append(key)
+        self._insert(key, block)
+        return key, True
+
+    def tell_stored(self, event: Stored) -> None:
+        """Record the event of a position inside a block."""
+        if self.record_events:
+            self._events.append(event)
+
+    def move_keys(self, source: BlockId, target: BlockId) -> None:
+        """Make a copy findable in place of the block it was copied from; no event tells it.
+
+        Raises:
+            InvariantError: the copy carries a key already.
+
+        """
+        if self._keys[target] is not None:
+            raise InvariantError("block cannot take another hash", given=target)
+        covered = self._covered_tokens.get(source)
+        keys = self._take_keys(source)
+        for key in keys:
+            self._insert(key, target)
+        if keys:
+            self._keys[target], more = keys[0], list(keys[1:])
+            if more:
+                self._more_keys[target] = more
+            if covered is not None:
+                self._covered_tokens[target] = covered
 
     def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
         """Forget the hashes of blocks, in the given order; their owners keep them.
@@ -204,8 +327,11 @@ class BlockPool:
         """
         for block in block_ids:
             if not 0 <= block < self.num_blocks:
-                raise BadInputError(
-                    "unknown block id", given=block, allowed=f"0 to {self.num_blocks - 1}"
+                raise call_refused(
+                    "unknown_block_id",
+                    "unknown block id",
+                    allowed=f"0 to {self.num_blocks - 1}",
+                    block_id=block,
                 )
             if self._keys[block] is not None:
                 self._forget(block)
@@ -216,7 +342,10 @@ class BlockPool:
             return False
         self._index = {}
         self._keys = [None] * self.num_blocks
-        self._events.append(Cleared())
+        self._more_keys = {}
+        self._covered_tokens = {}
+        if self.record_events:
+            self._events.append(Cleared())
         return True
 
     def take_events(self) -> list[PoolEvent]:
@@ -234,13 +363,22 @@ class BlockPool:
             self._index[key] = {entry: None, block: None}
 
     def _forget(self, block: BlockId) -> None:
-        key = self._keys[block]
-        if key is None:
-            raise InvariantError("block carries no hash", given=block)
-        entry = self._index[key]
-        if isinstance(entry, dict) and len(entry) > 1:
-            del entry[block]
-        else:
-            del self._index[key]
+        keys = self._take_keys(block)
+        if self.record_events:
+            self._events.extend([Removed(block, key) for key in keys])
+
+    def _take_keys(self, block: BlockId) -> tuple[GroupedHash, ...]:
+        """Take every key of a block out of the index and off the block."""
+        keys = self.keys_of(block)
+        for key in keys:
+            entry = self._index[key]
+            if isinstance(entry, dict) and len(entry) > 1:
+                del entry[block]
+            else:
+                del self._index[key]
         self._keys[block] = None
-        self._events.append(Removed(block, key))
+        if self._more_keys:
+            self._more_keys.pop(block, None)
+        if self._covered_tokens:
+            self._covered_tokens.pop(block, None)
+        return keys

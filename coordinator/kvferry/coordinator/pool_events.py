@@ -1,19 +1,60 @@
-"""What a block pool tells about its index: values that feed the location index."""
+"""What a block pool tells about its index: values that feed the location index and subscribers."""
 
 from typing import NamedTuple
 
-from kvferry.proto.ids import BlockId, GroupedHash
+from kvferry.proto.ids import BlockHash, BlockId, GroupedHash, GroupId, unpack_group
+
+MEDIUM = "GPU"
+"""The medium of everything that a pool tells: device memory, by the name vLLM's events use."""
+
+
+class GroupOrigin(NamedTuple):
+    """The group whose blocks an event is about; `window_tokens` is None without a window."""
+
+    group_id: GroupId
+    kind: str
+    window_tokens: int | None
+
+
+class StoredContent(NamedTuple):
+    """What stored blocks hold, where the caller told it.
+
+    `tokens`: every token of the run, those of blocks left out as well. `extra`: per stored block
+    the extra keys without their tags, or None; None when there is no block.
+    """
+
+    tokens: tuple[int, ...]
+    extra: tuple[tuple[object, ...] | None, ...] | None
+    lora_id: int | None
+    lora_name: str | None
 
 
 class Stored(NamedTuple):
-    """Blocks that became findable, one key per block, in chain order."""
+    """Blocks that became findable, one key per block, in chain order.
+
+    Blocks that hold nothing findable are left out, so there may be none. `parent` is the hash
+    before the run's first block, None at the start of a chain. `block_tokens` is what one hash of
+    the event covers. Without `origin` the blocks were not filled by a request.
+    """
 
     block_ids: tuple[BlockId, ...]
     keys: tuple[GroupedHash, ...]
+    parent: BlockHash | None = None
+    block_tokens: int = 0
+    origin: GroupOrigin | None = None
+    content: StoredContent | None = None
+
+    @property
+    def hashes(self) -> tuple[BlockHash, ...]:
+        """The hashes of the stored blocks."""
+        return tuple(unpack_group(key)[0] for key in self.keys)
 
 
 class Removed(NamedTuple):
-    """One physical block is no longer findable; another copy of the key may still be."""
+    """One physical block is no longer findable under a key; another copy of the key may still be.
+
+    A block that was findable under several keys is told once for each.
+    """
 
     block_id: BlockId
     key: GroupedHash

@@ -54,7 +54,7 @@ def test_a_prefix_is_found_up_to_the_first_gap_and_by_group() -> None:
 def test_caching_tells_a_run_and_eviction_tells_each_block() -> None:
     pool = BlockPool(4)
     pool.cache_full_blocks(H, pool.get_new_blocks(3), 1, 3, G0)
-    assert pool.take_events() == [Stored((BlockId(2), BlockId(3)), (K[1], K[2]))]
+    assert pool.take_events() == [Stored((BlockId(2), BlockId(3)), (K[1], K[2]), parent=H[0])]
     pool.free_blocks([BlockId(3), BlockId(2), BlockId(1)])
     # The unhashed block 1 is reused first, then the tail of the chain.
     assert list(pool.free_order()) == [1, 3, 2]
@@ -86,7 +86,7 @@ def test_blocks_cannot_be_cached_twice_or_without_hashes() -> None:
 
 def test_an_unknown_block_stops_an_eviction_where_it_stands() -> None:
     pool = cached_pool()
-    with pytest.raises(BadInputError, match="given: 9; allowed: 0 to 5"):
+    with pytest.raises(BadInputError, match="block_id=9; allowed: 0 to 5"):
         pool.evict_blocks([BlockId(2), BlockId(9), BlockId(3)])
     assert [pool.key_of(BlockId(block)) for block in (1, 2, 3)] == [K[0], None, K[2]]
     assert pool.ref_count(BlockId(2)) == 1
