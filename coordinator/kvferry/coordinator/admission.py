@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvferry.coordinator.cache_manager import GroupBlocks
 from kvferry.coordinator.handoff import HandoffEvent
+from kvferry.coordinator.hit_finders import GroupBlocks
 from kvferry.coordinator.instances import GROUP, Instance, LoadInFlight
 from kvferry.coordinator.request_state import RequestState
 from kvferry.coordinator.state import ServiceState
@@ -76,20 +76,15 @@ class _Admission:
         num_new = min(wanted, self.outcome.token_budget)
         if wanted and not num_new:
             return False
-        manager = self.instance.manager
-        if wanted:
-            granted = manager.allocate_slots(
-                request,
-                num_new,
-                num_new_computed_tokens=hit.num_tokens,
-                new_computed_blocks=hit.blocks,
-                delay_cache_blocks=True,
-            )
-            if granted is None:
-                return False
-        else:
-            # Hits are in the pool already, so referencing them always fits.
-            manager.adopt_computed_blocks(request, hit.blocks)
+        granted = self.instance.manager.allocate_slots(
+            request,
+            num_new,
+            num_new_computed_tokens=hit.num_tokens,
+            new_computed_blocks=hit.blocks,
+            delay_cache_blocks=True,
+        )
+        if granted is None:
+            return False
         self._enter(ask, request, hit)
         self.outcome.token_budget -= num_new
         self.outcome.scheduled.append(

@@ -1,38 +1,58 @@
 """Grants block slots to the requests of one instance, from one pool, over its cache groups.
 
-Behaves like vLLM 0.32's KVCacheManager: a refused allocation changes nothing, hits are touched
-before anything is allocated, and statistics are recorded once, at admission. One group of full
-attention today; every key and table carries its group already.
+Decides as vLLM's KVCacheManager does in the version that the profile names: a refused allocation
+hands out nothing, and what a lookup returned must be allocated before anything else happens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from kvferry.coordinator.block_pool import BlockPool
+from kvferry.coordinator.cache_config import CacheConfig
 from kvferry.coordinator.cache_stats import PrefixCacheStats
-from kvferry.coordinator.full_attention import FullAttention
+from kvferry.coordinator.hit_finders import GroupBlocks, make_hit_finder
+from kvferry.coordinator.managers.base import SlotAsk
+from kvferry.coordinator.managers.registry import make_manager
+from kvferry.coordinator.refusals import call_refused
 from kvferry.coordinator.request_state import RequestState
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.ids import BlockId, GroupId, RequestId
 
-GroupBlocks = tuple[Sequence[BlockId], ...]
-"""One list of block ids per group, in group order."""
+BlockCopy = tuple[BlockId, BlockId]
+"""Source and target of a copy that must be made before the next step computes."""
 
 
 class CacheManager:
     """The pool and block tables of one instance.
 
-    `block_tokens` is what one block id covers (and one hash); `max_model_len` (tokens) caps the
-    slots of a request.
+    `block_tokens` is what one block id of the first group covers over all ranks.
     """
 
-    def __init__(
-        self, num_blocks: int, block_tokens: int, max_model_len: int, enable_caching: bool = True
-    ) -> None:
-        self.pool = BlockPool(num_blocks, enable_caching)
-        self.block_tokens = block_tokens
-        self.max_model_len = max_model_len
-        self.groups = (FullAttention(self.pool, block_tokens, GroupId(0)),)
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(
+            config.num_blocks,
+            config.enable_caching,
+            unhashed_first=config.rules.frees_unhashed_first,
+            record_events=config.record_events,
+        )
+        self.groups = tuple(
+            make_manager(self.pool, config, GroupId(i)) for i in range(len(config.groups))
+        )
+        self.block_tokens = self.groups[0].block_tokens if self.groups else config.hash_block_tokens
+        self.max_model_len = config.max_model_len
+        self._rules = config.rules
+        self._finder = make_hit_finder(config, self.groups)
+        self._no_blocks: GroupBlocks = tuple(() for _ in self.groups)
+        self._watermark_blocks = int(config.watermark * config.num_blocks)
+        self._scheduler_block_tokens = config.scheduler_block_tokens
+        self._drops_any = config.drops_any
+        # Hits of several groups end at common block ends only, unless any hash will do.
+        self._aligns_caching = (
+            config.rules.caches_reachable_only and len(self.groups) > 1 and not config.partial_hits
+        )
         self._stats = PrefixCacheStats()
+
+    # --- finding -----------------------------------------------------------------------------
 
     def block_table(self, request_id: RequestId) -> GroupBlocks:
         """Return a request's blocks per group; empty lists for an unknown request."""
@@ -45,24 +65,34 @@ class CacheManager:
 
         At most `num_tokens - 1` tokens (the last one must be computed for its logits) and at most
         `max_tokens`. Nothing is referenced: allocate before anything else happens in the pool.
+        The request's `shared_prefix_tokens` are set.
+
+        Raises:
+            BadInputError: a group cannot be looked up in this configuration.
+
         """
-        if not self.pool.enable_caching or request.skip_reading_prefix_cache:
-            return tuple(() for _ in self.groups), 0
+        request.shared_prefix_tokens = 0
+        if not self._looks_up(request):
+            return self._no_blocks, 0
         limit = request.num_tokens - 1
         if max_tokens is not None:
             limit = min(limit, max_tokens)
-        (group,) = self.groups
-        blocks = group.find_longest_hit(request.hashes, limit)
-        return (blocks,), len(blocks) * group.block_tokens
+        hit = self._finder.find(request.hashes, limit)
+        request.shared_prefix_tokens = hit.shared_tokens
+        if self._rules.counts_at_lookup:
+            self._record(request, hit.num_tokens)
+        return hit.blocks, hit.num_tokens
 
     def record_admission(self, request: RequestState, num_hit_tokens: int) -> None:
-        """Count an admitted request in the prefix-hit statistics."""
-        if self.pool.enable_caching and not request.skip_reading_prefix_cache:
-            self._stats.record(
-                num_tokens=request.num_tokens,
-                num_hits=num_hit_tokens,
-                preempted=request.num_preemptions > 0,
-            )
+        """Count an admitted request in the statistics, where lookups are not counted already."""
+        if self._looks_up(request) and not self._rules.counts_at_lookup:
+            self._record(request, num_hit_tokens)
+
+    def count_common_prefix_blocks(self, request_id: RequestId) -> tuple[int, ...]:
+        """Return per group how many blocks, from the first, all requests with blocks share."""
+        return tuple(group.count_common_prefix(request_id) for group in self.groups)
+
+    # --- granting ----------------------------------------------------------------------------
 
     def allocate_slots(
         self,
@@ -74,6 +104,10 @@ class CacheManager:
         num_lookahead_tokens: int = 0,
         num_external_computed_tokens: int = 0,
         delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled: bool = False,
     ) -> GroupBlocks | None:
         """Grant slots for a request's computed, external and new tokens (all counts in tokens).
 
@@ -85,60 +119,85 @@ class CacheManager:
             num_lookahead_tokens: slots beyond the new tokens for a drafter.
             num_external_computed_tokens: tokens to be loaded from elsewhere.
             delay_cache_blocks: make nothing findable now (it is not written yet).
+            num_encoder_tokens: what cross-attention groups hold.
+            full_sequence_must_fit: refuse unless all tokens of the request would fit now.
+            reserved_blocks: free blocks that must be left for others.
+            has_scheduled: others run in this step, so an admission leaves the watermark free.
 
         Returns:
             The blocks added for new tokens, per group (those for hits and external tokens are in
-            the table only), or None when the pool is too full; nothing has changed then.
+            the table only), or None when the pool is too full. Then nothing was handed out; blocks
+            that no later token attends to may have been given back.
 
         Raises:
-            BadInputError: neither new nor external tokens are asked for.
+            BadInputError: nothing is asked for, or the profile does not know an argument.
 
         """
-        if num_new_tokens == 0 and num_external_computed_tokens == 0:
-            raise BadInputError(
-                "num_new_tokens must be positive when no external tokens are asked for",
-                given=num_new_tokens,
-                allowed=">= 1",
-            )
-        computed = new_computed_blocks or tuple(() for _ in self.groups)
-        local = request.num_computed_tokens + num_new_computed_tokens
-        total = min(local + num_external_computed_tokens, self.max_model_len)
-        needed = min(total + num_new_tokens + num_lookahead_tokens, self.max_model_len)
-        if self._count_blocks(request, needed, computed) > self.pool.num_free_blocks:
+        self._refuse_arguments(
+            num_new_tokens,
+            num_external_computed_tokens,
+            num_new_computed_tokens,
+            with_reserve=full_sequence_must_fit or reserved_blocks > 0 or has_scheduled,
+        )
+        computed = self._no_blocks if new_computed_blocks is None else new_computed_blocks
+        ask = self._ask(
+            request,
+            num_new_tokens,
+            num_hit=num_new_computed_tokens,
+            num_external=num_external_computed_tokens,
+            num_lookahead=num_lookahead_tokens,
+            num_encoder=num_encoder_tokens,
+        )
+        total = ask.main_tokens - num_new_tokens
+        watermark = self._watermark_blocks if has_scheduled and not self._holds(request) else 0
+        if full_sequence_must_fit and not self._fits_whole(request, ask, computed, watermark):
             return None
-        if new_computed_blocks is not None or num_external_computed_tokens:
-            # Every group's hits first: an allocation could evict hits that nobody holds yet.
-            for group, blocks in zip(self.groups, computed, strict=True):
-                group.adopt_computed(request.request_id, blocks)
-            for group in self.groups:
-                if num_external_computed_tokens:
-                    group.extend(request.request_id, total)
-        new = tuple(group.extend(request.request_id, needed) for group in self.groups)
+        for group in self.groups:
+            group.remove_skipped(request.request_id, total)
+        needed = self._count_blocks(ask, computed) + watermark
+        if needed > self.pool.num_free_blocks - reserved_blocks:
+            return None
+        if num_external_computed_tokens or any(computed):
+            self._adopt(ask, computed)
+        new = tuple([group.extend(ask) for group in self.groups])
         if not delay_cache_blocks:
-            self.cache_blocks(request, min(total + num_new_tokens, request.num_tokens))
+            # Drafts are not verified yet, so they lie beyond the request's own tokens.
+            self.cache_blocks(request, min(ask.main_tokens, request.num_tokens))
         return new
-
-    def adopt_computed_blocks(self, request: RequestState, blocks: GroupBlocks) -> None:
-        """Give an admitted request its hits and no more: everything it wants is cached."""
-        for group, computed in zip(self.groups, blocks, strict=True):
-            group.adopt_computed(request.request_id, computed)
 
     def count_missing_blocks(self, request: RequestState, num_new_tokens: int) -> int:
         """Return how many blocks are too few for a running request's new tokens (0: it fits)."""
-        needed = min(request.num_computed_tokens + num_new_tokens, self.max_model_len)
-        nothing: GroupBlocks = tuple(() for _ in self.groups)
-        return max(self._count_blocks(request, needed, nothing) - self.pool.num_free_blocks, 0)
+        ask = self._ask(request, num_new_tokens)
+        return max(self._count_blocks(ask, self._no_blocks) - self.pool.num_free_blocks, 0)
 
     def cache_blocks(self, request: RequestState, num_tokens: int) -> None:
         """Make the full blocks of a request's first `num_tokens` (written) tokens findable."""
-        if self.pool.enable_caching:
-            for group in self.groups:
-                group.cache_blocks(request.request_id, request.hashes, num_tokens)
+        if not self.pool.enable_caching:
+            return
+        resume_at = self._resume_positions(request)
+        for group in self.groups:
+            num_cacheable = self._cacheable_tokens(num_tokens, group.group_id)
+            group.cache_blocks(request, num_cacheable, resume_at)
+
+    # --- giving back -------------------------------------------------------------------------
 
     def free(self, request_id: RequestId) -> None:
         """Give all blocks of a request back, the last first. Unknown requests are no error."""
         for group in self.groups:
             group.free(request_id)
+
+    def start_step(self) -> None:
+        """Begin a scheduling step: what was made findable so far is written from now on."""
+        for group in self.groups:
+            group.start_step()
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Return the copies to be made before the step computes; both ends stay referenced."""
+        return [copy for group in self.groups for copy in group.take_copies()]
+
+    def release_copies(self, copies: Iterable[BlockCopy]) -> None:
+        """Give back what copies that have been made kept referenced."""
+        self.pool.free_blocks([block for copy in copies for block in copy])
 
     def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
         """Forget the hashes of blocks; their owners keep them.
@@ -161,8 +220,109 @@ class CacheManager:
         stats, self._stats = self._stats, PrefixCacheStats()
         return stats
 
-    def _count_blocks(self, request: RequestState, num_tokens: int, computed: GroupBlocks) -> int:
-        return sum(
-            group.count_blocks_to_allocate(request.request_id, num_tokens, blocks)
-            for group, blocks in zip(self.groups, computed, strict=True)
+    # --- inside ------------------------------------------------------------------------------
+
+    def _looks_up(self, request: RequestState) -> bool:
+        return self.pool.enable_caching and not request.skip_reading_prefix_cache
+
+    def _record(self, request: RequestState, num_hit_tokens: int) -> None:
+        self._stats.record(
+            num_tokens=request.num_tokens,
+            num_hits=num_hit_tokens,
+            preempted=request.num_preemptions > 0,
         )
+
+    def _ask(
+        self,
+        request: RequestState,
+        num_new: int,
+        *,
+        num_hit: int = 0,
+        num_external: int = 0,
+        num_lookahead: int = 0,
+        num_encoder: int = 0,
+    ) -> SlotAsk:
+        local = request.num_computed_tokens + num_hit
+        main = min(local + num_external, self.max_model_len) + num_new
+        slots = min(main + num_lookahead, self.max_model_len)
+        return SlotAsk(request.request_id, local, local + num_external, main, slots, num_encoder)
+
+    def _refuse_arguments(
+        self, num_new: int, num_external: int, num_hit: int, *, with_reserve: bool
+    ) -> None:
+        if not self._rules.admits_with_reserve:
+            # Such a profile wants a token to compute or to load, hits or not.
+            num_hit = 0
+            if with_reserve:
+                raise BadInputError(
+                    "admission with a reserve, a watermark or a full-length check",
+                    given=self.config.profile,
+                    allowed="profile 0.32",
+                )
+        if not (num_new or num_external or num_hit):
+            raise call_refused(
+                "nothing_to_allocate",
+                "num_new_tokens must be positive when nothing else is asked for",
+                allowed=">= 1",
+                num_new_tokens=num_new,
+            )
+
+    def _holds(self, request: RequestState) -> bool:
+        return any(group.table(request.request_id) for group in self.groups)
+
+    def _fits_whole(
+        self, request: RequestState, ask: SlotAsk, computed: GroupBlocks, watermark: int
+    ) -> bool:
+        whole = min(request.num_tokens, self.max_model_len)
+        ask = ask._replace(main_tokens=whole, slot_tokens=whole, capped=True)
+        return self._count_blocks(ask, computed) + watermark <= self.pool.num_free_blocks
+
+    def _count_blocks(self, ask: SlotAsk, computed: GroupBlocks) -> int:
+        return sum(
+            [
+                group.count_blocks_to_allocate(ask, blocks)
+                for group, blocks in zip(self.groups, computed, strict=True)
+            ]
+        )
+
+    def _adopt(self, ask: SlotAsk, computed: GroupBlocks) -> None:
+        """Take hits, and blocks for external tokens, for a request that has none yet."""
+        loads = ask.computed_tokens > ask.local_tokens
+        if self._rules.touches_before_loads:
+            # Every group's hits first: taking blocks could evict hits that nobody holds yet.
+            if any(group.is_running(ask.request_id) for group in self.groups):
+                return
+            for group, blocks in zip(self.groups, computed, strict=True):
+                group.adopt_computed(ask, blocks)
+            for group in self.groups if loads else ():
+                group.extend_for_external(ask)
+            return
+        for group, blocks in zip(self.groups, computed, strict=True):
+            if not group.is_running(ask.request_id):
+                group.adopt_computed(ask, blocks)
+                if loads:
+                    group.extend_for_external(ask)
+
+    def _cacheable_tokens(self, num_tokens: int, group_id: GroupId) -> int:
+        """Return how many of a request's first tokens may serve a hit in a group."""
+        if not self._aligns_caching:
+            return num_tokens
+        aligned = num_tokens - num_tokens % self._scheduler_block_tokens
+        group = self.groups[group_id]
+        if group.drops and aligned:
+            # The block after a hit's end is looked up and given up.
+            return min(num_tokens, aligned + group.block_tokens)
+        return aligned
+
+    def _resume_positions(self, request: RequestState) -> tuple[int, ...]:
+        """Return where later requests resume: with the same prompt, with more, or half of it."""
+        if self.config.retention_interval is None:
+            return ()
+        prompt, block = request.num_prompt_tokens, self._scheduler_block_tokens
+        positions = [prompt - 1]
+        if self._drops_any:
+            ends = ((prompt - 1) // block * block, prompt // block * block)
+            positions = [max(end - block, 0) for end in ends]
+        if request.shared_prefix_tokens:
+            positions.append(request.shared_prefix_tokens)
+        return tuple(positions)

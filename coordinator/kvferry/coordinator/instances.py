@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from kvferry.coordinator.cache_config import CacheConfig
 from kvferry.coordinator.cache_manager import CacheManager
+from kvferry.coordinator.cache_specs import FullSpec
 from kvferry.coordinator.request_state import RequestState
 from kvferry.proto.ids import (
     BlockHash,
@@ -58,8 +60,14 @@ class Instance:
     def __init__(self, info: InstanceInfo) -> None:
         self.info = info
         self.identity_digest = info.identity.digest()
+        block_tokens = info.layout.virtual_block_tokens
         self.manager = CacheManager(
-            info.num_blocks, info.layout.virtual_block_tokens, info.max_model_len
+            CacheConfig(
+                num_blocks=info.num_blocks,
+                groups=(FullSpec(block_tokens=block_tokens),),
+                hash_block_tokens=block_tokens,
+                max_model_len=info.max_model_len,
+            )
         )
         self.requests: dict[RequestId, RequestState] = {}
         self.loads: dict[RequestId, LoadInFlight] = {}

@@ -1,6 +1,7 @@
 """Slots for requests: the worked example, hits, external tokens, refusals."""
 
 import pytest
+from tests.unit.coordinator.caches import full_cache
 from tests.unit.coordinator.fleet import chain
 
 from kvferry.coordinator.cache_manager import CacheManager
@@ -29,7 +30,7 @@ def admit(manager: CacheManager, asked: RequestState) -> list[int]:
 
 
 def test_the_worked_example_gives_the_recorded_tables_and_queues() -> None:
-    manager = CacheManager(11, 4, 8192)
+    manager = full_cache(11, 4, 8192)
     pool = manager.pool
     r0 = request("r0", "abc", 15)
     assert admit(manager, r0) == [1, 2, 3, 4]
@@ -55,7 +56,7 @@ def test_the_worked_example_gives_the_recorded_tables_and_queues() -> None:
 
 
 def test_two_equal_prompts_keep_two_copies() -> None:
-    manager = CacheManager(11, 4, 100)
+    manager = full_cache(11, 4, 100)
     assert admit(manager, request("r0", "xy", 8)) == [1, 2]
     # One hit only, because the last token must be computed: the second block is a copy.
     assert admit(manager, request("r1", "xy", 8)) == [1, 3]
@@ -64,7 +65,7 @@ def test_two_equal_prompts_keep_two_copies() -> None:
 
 
 def test_external_tokens_get_blocks_after_the_hits_and_are_not_findable_yet() -> None:
-    manager = CacheManager(11, 4, 100)
+    manager = full_cache(11, 4, 100)
     admit(manager, request("r0", "x", 5))
     manager.free(RequestId("r0"))
     asked = request("r1", "xyz", 13)
@@ -88,19 +89,19 @@ def test_external_tokens_get_blocks_after_the_hits_and_are_not_findable_yet() ->
 
 
 def test_lookahead_slots_stop_at_the_models_limit() -> None:
-    manager = CacheManager(11, 4, 8)
+    manager = full_cache(11, 4, 8)
     asked = request("r", "x", 7)
     assert manager.allocate_slots(asked, 7, num_lookahead_tokens=50) == ([1, 2],)
 
 
 def test_asking_for_nothing_is_refused() -> None:
-    manager = CacheManager(11, 4, 100)
+    manager = full_cache(11, 4, 100)
     with pytest.raises(BadInputError, match="num_new_tokens"):
         manager.allocate_slots(request("r", "x", 5), 0)
 
 
 def test_a_running_request_takes_no_hits() -> None:
-    manager = CacheManager(11, 4, 100)
+    manager = full_cache(11, 4, 100)
     asked = request("r", "x", 5)
     admit(manager, asked)
     with pytest.raises(InvariantError, match="running"):
@@ -108,7 +109,7 @@ def test_a_running_request_takes_no_hits() -> None:
 
 
 def test_a_request_that_skips_the_cache_has_no_hits_and_no_statistics() -> None:
-    manager = CacheManager(11, 4, 100)
+    manager = full_cache(11, 4, 100)
     admit(manager, request("r0", "x", 5))
     asked = request("r1", "x", 5)
     asked.skip_reading_prefix_cache = True
@@ -117,7 +118,7 @@ def test_a_request_that_skips_the_cache_has_no_hits_and_no_statistics() -> None:
 
 
 def test_without_caching_nothing_is_found() -> None:
-    manager = CacheManager(11, 4, 100, enable_caching=False)
+    manager = full_cache(11, 4, 100, enable_caching=False)
     admit(manager, request("r0", "x", 5))
     assert manager.get_computed_blocks(request("r1", "x", 5)) == (((),), 0)
     manager.free(RequestId("r0"))
@@ -125,6 +126,6 @@ def test_without_caching_nothing_is_found() -> None:
 
 
 def test_freeing_an_unknown_request_changes_nothing() -> None:
-    manager = CacheManager(4, 4, 100)
+    manager = full_cache(4, 4, 100)
     manager.free(RequestId("nobody"))
     assert manager.pool.num_free_blocks == 3

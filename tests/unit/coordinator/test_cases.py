@@ -1,6 +1,7 @@
 """Known failures of such systems, each as a test of its own; the number names the case."""
 
 import pytest
+from tests.unit.coordinator.caches import full_cache
 from tests.unit.coordinator.fleet import Fleet, admit, chain, loaded, release, runs, wrote
 
 from kvferry.coordinator.block_pool import BlockPool
@@ -73,7 +74,7 @@ def test_b15_freeing_twice_is_counted_and_corrupts_nothing() -> None:
 
 
 def test_b17_a_refused_allocation_changes_nothing_however_often_it_is_tried() -> None:
-    manager = CacheManager(6, 4, 100)
+    manager = full_cache(6, 4, 100)
     pool = manager.pool
     assert allocate(manager, request("r0", "xyz", 12)) == [1, 2, 3]
     manager.free(RequestId("r0"))
@@ -120,7 +121,7 @@ def test_b20_aborting_without_blocks_or_twice_is_no_error_and_is_counted() -> No
 
 def test_b21_the_end_of_a_chain_is_evicted_first() -> None:
     for _ in range(200):
-        manager = CacheManager(4, 4, 100)
+        manager = full_cache(4, 4, 100)
         allocate(manager, request("r0", "xyz", 12))
         manager.free(RequestId("r0"))
         assert allocate(manager, request("r1", "", 2)) == [3]
@@ -129,7 +130,7 @@ def test_b21_the_end_of_a_chain_is_evicted_first() -> None:
 
 
 def test_b21_blocks_behind_a_hole_are_no_hit() -> None:
-    manager = CacheManager(5, 4, 100)
+    manager = full_cache(5, 4, 100)
     allocate(manager, request("r0", "xyz", 12))
     manager.evict_blocks(blocks(1))
     assert manager.get_computed_blocks(request("r2", "xyz", 13)) == (([],), 0)
@@ -209,7 +210,7 @@ def test_b44_a_worker_that_dies_and_returns_leaves_no_trace() -> None:
 
 
 def test_b46_hits_count_once_at_admission_and_apart_after_a_preemption() -> None:
-    manager = CacheManager(8, 4, 100)
+    manager = full_cache(8, 4, 100)
     allocate(manager, request("seed", "xy", 8))
     manager.free(RequestId("seed"))
     hog = request("hog", "HIJK", 17)
