@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.unit.coordinator.pool_checks import check_pool
 
-from kvferry.coordinator.block_pool import BlockPool
 from kvferry.coordinator.cache_config import CacheConfig
 from kvferry.coordinator.cache_manager import CacheManager
 from kvferry.coordinator.cache_specs import (
@@ -109,7 +109,7 @@ class Replay:
         else:
             getattr(self, step["op"])(step, expect)
         assert self.state() == expect["state"]
-        check_pool(self.manager)
+        check_pool(self.manager.pool)
 
     def state(self) -> Json:
         pool = self.manager.pool
@@ -267,25 +267,3 @@ def plain_keys(value: object) -> object:
     if isinstance(value, tuple):
         return [plain_keys(item) for item in value]
     return {"hex": value.hex()} if isinstance(value, bytes) else value
-
-
-def check_pool(manager: CacheManager) -> None:
-    """Check what holds for every pool at any time."""
-    pool = manager.pool
-    blocks = [BlockId(block) for block in range(1, pool.num_blocks)]
-    assert all(pool.ref_count(block) >= 0 for block in blocks)
-    assert set(pool.free_order()) == {block for block in blocks if pool.ref_count(block) == 0}
-    assert pool.num_free_blocks + pool.num_used_blocks + 1 == pool.num_blocks
-    assert pool.num_refused_frees == 0
-    check_index(pool)
-
-
-def check_index(pool: BlockPool) -> None:
-    """Check that the index and the blocks name each other."""
-    indexed = {(key, block) for key, held in pool.index_items() for block in held}
-    carried = {
-        (key, BlockId(block))
-        for block in range(pool.num_blocks)
-        for key in pool.keys_of(BlockId(block))
-    }
-    assert indexed == carried

@@ -186,6 +186,33 @@ class CacheManager:
         for group in self.groups:
             group.free(request_id)
 
+    def truncate(self, request: RequestState, num_tokens: int) -> None:
+        """Roll a request back to its first `num_tokens` computed tokens.
+
+        Its token count, hashes and content are cut, too. Nothing changes when it is refused.
+
+        Raises:
+            BadInputError: more tokens than are computed, a negative number, or a position at
+                which some group cannot go on.
+
+        """
+        if not 0 <= num_tokens <= request.num_computed_tokens:
+            raise BadInputError(
+                f"request {request.request_id} cannot be rolled back to that",
+                given=num_tokens,
+                allowed=f"0 to {request.num_computed_tokens} tokens",
+            )
+        if num_tokens == request.num_tokens:
+            return
+        for group in self.groups:
+            group.check_truncate(request.request_id, num_tokens)
+        for group in self.groups:
+            group.truncate(request.request_id, num_tokens)
+        request.num_tokens = request.num_computed_tokens = num_tokens
+        del request.hashes[num_tokens // self.config.hash_block_tokens :]
+        if request.content is not None:
+            del request.content.tokens[num_tokens:]
+
     def start_step(self) -> None:
         """Begin a scheduling step: what was made findable so far is written from now on."""
         for group in self.groups:

@@ -14,7 +14,7 @@ from kvferry.coordinator.event_content import describe_run
 from kvferry.coordinator.hash_view import view_at
 from kvferry.coordinator.pool_events import GroupOrigin, StoredContent
 from kvferry.coordinator.request_state import RequestState
-from kvferry.proto.errors import InvariantError
+from kvferry.proto.errors import BadInputError, InvariantError
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, RequestId
 
 GroupHits = tuple[list[list[BlockId]], int]
@@ -194,6 +194,46 @@ class GroupManager(ABC):
         skipped = self.skipped_tokens(num_computed_tokens)
         if skipped > 0:
             self._retire(request_id, skipped // self.block_tokens)
+
+    def check_truncate(self, request_id: RequestId, num_tokens: int) -> None:
+        """Refuse to roll back to where this group cannot go on computing.
+
+        Raises:
+            BadInputError: the last block needed was given back, or others read the block that
+                would be overwritten.
+
+        """
+        table = self._tables.get(request_id, [])
+        last = -(-num_tokens // self.block_tokens) - 1
+        if not 0 <= last < len(table):
+            return
+        whole = num_tokens % self.block_tokens == 0
+        first = self.skipped_tokens(num_tokens) // self.block_tokens
+        if NULL_BLOCK in table[max(first, 0) : last + 1]:
+            raise BadInputError(
+                f"request {request_id} cannot be rolled back: its blocks there were given back",
+                given={"num_tokens": num_tokens, "group": self.group_id},
+            )
+        if not whole and self.pool.ref_count(table[last]) > 1:
+            raise BadInputError(
+                f"request {request_id} cannot be rolled back into a block that others use",
+                given={"num_tokens": num_tokens, "group": self.group_id},
+                allowed=f"a multiple of {self.block_tokens}",
+            )
+
+    def truncate(self, request_id: RequestId, num_tokens: int) -> None:
+        """Give the blocks after `num_tokens` tokens back; see `check_truncate`.
+
+        A block that stays and is no longer full cannot be found any more: it is written anew.
+        """
+        table = self._tables.get(request_id, [])
+        num_full, keep = num_tokens // self.block_tokens, -(-num_tokens // self.block_tokens)
+        removed = [block for block in reversed(table[keep:]) if block != NULL_BLOCK]
+        del table[keep:]
+        self.pool.free_blocks(removed)
+        self.pool.evict_blocks(table[num_full:])
+        if request_id in self._num_cached:
+            self._num_cached[request_id] = min(self._num_cached[request_id], num_full)
 
     def free(self, request_id: RequestId) -> None:
         """Give a request's blocks back, the last first. An unknown request is no error."""

@@ -14,7 +14,7 @@ from kvferry.coordinator.managers.base import GroupHits, SlotAsk
 from kvferry.coordinator.managers.copying import CopyingManager
 from kvferry.coordinator.refusals import call_refused
 from kvferry.coordinator.request_state import RequestState
-from kvferry.proto.errors import InvariantError
+from kvferry.proto.errors import BadInputError, InvariantError
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupedHash, GroupId, RequestId
 
 
@@ -95,6 +95,19 @@ class MambaManager(CopyingManager):
             key = self.pool.key_of(block)
             if key is not None:
                 self._keys_of_step.add(key)
+
+    def check_truncate(self, request_id: RequestId, num_tokens: int) -> None:
+        """Refuse: a state cannot be rolled back.
+
+        Raises:
+            BadInputError: always, for a request that has blocks.
+
+        """
+        if self._tables.get(request_id):
+            raise BadInputError(
+                f"request {request_id} cannot be rolled back: its states cannot",
+                given={"num_tokens": num_tokens, "group": self.group_id},
+            )
 
     def start_step(self) -> None:
         """Take notice that the states indexed so far are written."""
