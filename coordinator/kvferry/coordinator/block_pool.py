@@ -4,7 +4,8 @@ Decides which block is evicted next; knows nothing of requests.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
 
 from kvferry.coordinator.free_queue import FreeQueue
 from kvferry.coordinator.pool_events import (
@@ -65,6 +66,7 @@ class BlockPool:
         self._more_keys: dict[BlockId, list[GroupedHash]] = {}
         self._covered_tokens: dict[BlockId, int] = {}
         self._unhashed_first = unhashed_first
+        self._suffixes: dict[GroupId, bytes] = {}
         self._free = FreeQueue(num_blocks)
         self._free.remove(NULL_BLOCK)
         self._events: list[PoolEvent] = []
@@ -130,11 +132,12 @@ class BlockPool:
 
     def get_cached_prefix(self, hashes: Iterable[BlockHash], group_id: GroupId) -> list[BlockId]:
         """Return the blocks of the longest run of `hashes`, from the first, that is cached."""
-        suffix = pack_group(BlockHash(b""), group_id)
-        get = self._index.get
+        suffix = self._suffixes.get(group_id) or self._make_suffix(group_id)
+        # A call of `GroupedHash` per block would cost as much as the look itself.
+        get = cast("Callable[[bytes], _Entry | None]", self._index.get)
         found: list[BlockId] = []
         for block_hash in hashes:
-            entry = get(GroupedHash(block_hash + suffix))
+            entry = get(block_hash + suffix)
             if entry is None:
                 break
             found.append(next(iter(entry)) if isinstance(entry, dict) else entry)
@@ -235,13 +238,13 @@ class BlockPool:
                 given={"hashes": len(hashes), "blocks": len(block_ids)},
                 allowed=f">= {num_full}",
             )
-        suffix = pack_group(BlockHash(b""), group_id)
+        suffix = self._suffixes.get(group_id) or self._make_suffix(group_id)
         blocks = tuple(block_ids[num_cached:num_full])
         new_hashes = hashes[num_cached:num_full]
         if positions is not None:
             blocks = tuple(block_ids[i] for i in positions)
             new_hashes = [new_hashes[i - num_cached] for i in positions]
-        keys = tuple([GroupedHash(block_hash + suffix) for block_hash in new_hashes])
+        keys = cast("tuple[GroupedHash, ...]", tuple([h + suffix for h in new_hashes]))
         carried, index, more = self._keys, self._index, self._insert
         taken = [block for block in blocks if carried[block] is not None]
         for block in taken:
@@ -307,16 +310,14 @@ class BlockPool:
         """
         if self._keys[target] is not None:
             raise InvariantError("block cannot take another hash", given=target)
-        covered = self._covered_tokens.get(source)
-        keys = self._take_keys(source)
-        for key in keys:
+        for key in self.keys_of(source):
+            self._drop(key, source)
             self._insert(key, target)
-        if keys:
-            self._keys[target], more = keys[0], list(keys[1:])
-            if more:
-                self._more_keys[target] = more
-            if covered is not None:
-                self._covered_tokens[target] = covered
+        self._keys[target], self._keys[source] = self._keys[source], None
+        if source in self._more_keys:
+            self._more_keys[target] = self._more_keys.pop(source)
+        if source in self._covered_tokens:
+            self._covered_tokens[target] = self._covered_tokens.pop(source)
 
     def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
         """Forget the hashes of blocks, in the given order; their owners keep them.
@@ -353,6 +354,11 @@ class BlockPool:
         events, self._events = self._events, []
         return events
 
+    def _make_suffix(self, group_id: GroupId) -> bytes:
+        """Return what makes a hash the key of a group, and keep it: it is asked for every time."""
+        self._suffixes[group_id] = pack_group(BlockHash(b""), group_id)
+        return self._suffixes[group_id]
+
     def _insert(self, key: GroupedHash, block: BlockId) -> None:
         entry = self._index.get(key)
         if entry is None:
@@ -363,22 +369,23 @@ class BlockPool:
             self._index[key] = {entry: None, block: None}
 
     def _forget(self, block: BlockId) -> None:
-        keys = self._take_keys(block)
-        if self.record_events:
-            self._events.extend([Removed(block, key) for key in keys])
-
-    def _take_keys(self, block: BlockId) -> tuple[GroupedHash, ...]:
-        """Take every key of a block out of the index and off the block."""
-        keys = self.keys_of(block)
-        for key in keys:
-            entry = self._index[key]
-            if isinstance(entry, dict) and len(entry) > 1:
-                del entry[block]
-            else:
-                del self._index[key]
+        key = self._keys[block]
+        if key is None:
+            raise InvariantError("block carries no hash", given=block)
+        self._drop(key, block)
         self._keys[block] = None
-        if self._more_keys:
-            self._more_keys.pop(block, None)
-        if self._covered_tokens:
+        if self.record_events:
+            self._events.append(Removed(block, key))
+        if self._more_keys or self._covered_tokens:
             self._covered_tokens.pop(block, None)
-        return keys
+            for more in self._more_keys.pop(block, ()):
+                self._drop(more, block)
+                if self.record_events:
+                    self._events.append(Removed(block, more))
+
+    def _drop(self, key: GroupedHash, block: BlockId) -> None:
+        entry = self._index[key]
+        if isinstance(entry, dict) and len(entry) > 1:
+            del entry[block]
+        else:
+            del self._index[key]

@@ -5,6 +5,7 @@ Decides nothing about who may be freed. Used by `block_pool` only.
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import BlockId
@@ -52,17 +53,17 @@ class FreeQueue:
         if count > self._len:
             raise InvariantError("more blocks taken than are free", given=count, allowed=self._len)
         following = self._next
-        taken: list[BlockId] = []
+        taken: list[int] = []
         block = following[self._sentinel]
         for _ in range(count):
-            taken.append(BlockId(block))
+            taken.append(block)
             after = following[block]
             following[block] = _ABSENT
             block = after
         following[self._sentinel] = block
         self._prev[block] = self._sentinel
         self._len -= count
-        return taken
+        return cast("list[BlockId]", taken)
 
     def remove(self, block_id: BlockId) -> None:
         """Take one id out, wherever it stands.

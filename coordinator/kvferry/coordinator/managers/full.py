@@ -25,6 +25,12 @@ class FullManager(CopyingManager):
     ) -> GroupHits:
         """Return the longest run of cached blocks from the first; see the base class."""
         size, unit = self.block_tokens, self.alignment_tokens
+        if len(group_ids) == 1 and self._ratio == 1 and unit == size:
+            # The common case of what follows: nothing to merge, to join or to align.
+            blocks = self.pool.get_cached_prefix(hashes[: max_tokens // size], self.group_id)
+            if drop and blocks:
+                blocks.pop()
+            return [blocks], len(blocks) * size
         found = [
             self.pool.get_cached_prefix(self._view(hashes)[: max_tokens // size], group_id)
             for group_id in group_ids
