@@ -4,7 +4,7 @@ Decides nothing about who may be freed. Used by `block_pool` only.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 from kvferry.proto.errors import InvariantError
@@ -99,15 +99,16 @@ class FreeQueue:
         """
         self._link(self._sentinel, block_ids)
 
-    def _link(self, before: int, block_ids: Iterable[BlockId]) -> None:
+    def _link(self, before: int, block_ids: Sequence[BlockId]) -> None:
         following, previous = self._next, self._prev
-        after = following[before]
         for block in block_ids:
             if following[block] != _ABSENT:
                 raise InvariantError("block is in the free queue already", given=block)
+        after = following[before]
+        for block in block_ids:
             following[before] = block
             previous[block] = before
-            following[block] = after
-            previous[after] = block
             before = block
-            self._len += 1
+        following[before] = after
+        previous[after] = before
+        self._len += len(block_ids)
