@@ -66,7 +66,8 @@ class Instance:
                 num_blocks=info.num_blocks,
                 groups=(FullSpec(block_tokens=block_tokens),),
                 hash_block_tokens=block_tokens,
-                max_model_len=info.max_model_len,
+                # A store has no model; no request of its own could be longer than its pool.
+                max_model_len=info.max_model_len or info.num_blocks * block_tokens,
             )
         )
         self.requests: dict[RequestId, RequestState] = {}
