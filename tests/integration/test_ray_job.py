@@ -23,7 +23,7 @@ import pytest
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
 BIN = Path(sys.executable).parent
-ACTOR_CLASSES = {"CoordinatorActor", "RankActor"}
+ACTOR_CLASSES = {"RayCoordinatorActor", "RankActor"}
 RANK_PID = re.compile(r"rank 0 pid (\d+)")
 SMALL = ("--requests", "8", "--prefill", "1", "--decode", "1")
 TERMINAL = {"SUCCEEDED", "FAILED", "STOPPED"}

@@ -1,6 +1,7 @@
 """Coordinator and engines behind Ray actor handles; Ray's errors become kvferry's own."""
 
 import asyncio
+import pickle
 import re
 from typing import Any
 
@@ -9,6 +10,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
+from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.proto.errors import (
     DeadlineError,
     InstanceDiedError,
@@ -18,6 +20,7 @@ from kvferry.proto.errors import (
 from kvferry.proto.ids import InstanceId, RequestId
 from kvferry.proto.messages import Command, Reply
 
+_PICKLE_PROTOCOL = 5
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -69,29 +72,41 @@ def _reason(error: RayActorError) -> str:
     return lines[0] if lines else repr(error)
 
 
+class RayCoordinatorActor(CoordinatorActor):
+    """The coordinator as Ray runs it: commands and replies travel as bytes.
+
+    Ray serialises values by a pickler in Python, which takes as long over a step as executing it.
+    """
+
+    def call_packed(self, command: bytes) -> bytes:
+        """Execute one pickled command and return its reply pickled; errors as `call`."""
+        return pickle.dumps(self.call(pickle.loads(command)), _PICKLE_PROTOCOL)
+
+
 class RayCoordinator:
-    """`CoordinatorPort` over an actor handle; travels to other actors."""
+    """`CoordinatorPort` over a `RayCoordinatorActor`'s handle; travels to other actors."""
 
     def __init__(self, handle: ActorHandle[Any]) -> None:
         self._handle = handle
 
     def call(self, command: Command, *, timeout_s: float) -> Reply:
         """See `CoordinatorPort.call`."""
-        ref: Any = self._handle.call.remote(command)
-        reply: Reply = get(ref, timeout_s=timeout_s, who="the coordinator")
+        ref: Any = self._handle.call_packed.remote(pickle.dumps(command, _PICKLE_PROTOCOL))
+        reply: Reply = pickle.loads(get(ref, timeout_s=timeout_s, who="the coordinator"))
         return reply
 
 
 class RayAsyncCoordinator:
-    """`AsyncCoordinatorPort` over an actor handle."""
+    """`AsyncCoordinatorPort` over a `RayCoordinatorActor`'s handle."""
 
     def __init__(self, handle: ActorHandle[Any]) -> None:
         self._handle = handle
 
     async def call(self, command: Command, *, timeout_s: float) -> Reply:
         """See `AsyncCoordinatorPort.call`."""
-        ref: Any = self._handle.call.remote(command)
-        reply: Reply = await get_async(ref, timeout_s=timeout_s, who="the coordinator")
+        ref: Any = self._handle.call_packed.remote(pickle.dumps(command, _PICKLE_PROTOCOL))
+        packed = await get_async(ref, timeout_s=timeout_s, who="the coordinator")
+        reply: Reply = pickle.loads(packed)
         return reply
 
 

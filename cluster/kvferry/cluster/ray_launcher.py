@@ -21,11 +21,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvferry.cluster import naming, ray_cluster
 from kvferry.cluster.config import ServiceConfig, require_reachable_bind
-from kvferry.cluster.ray_handles import RayAsyncCoordinator, RayCoordinator, RayEngine, get
+from kvferry.cluster.ray_handles import (
+    RayAsyncCoordinator,
+    RayCoordinator,
+    RayCoordinatorActor,
+    RayEngine,
+    get,
+)
 from kvferry.cluster.serving.legs import EngineLink
 from kvferry.cluster.serving.rank_actor import RankActor, RankSettings
 from kvferry.cluster.signals import interrupts_held
-from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.control_server import ControlServer
 from kvferry.proto.errors import DeadlineError
 from kvferry.proto.hashing import make_scheme
@@ -140,7 +145,7 @@ class RayService:
 
     def _start_coordinator(self) -> ActorHandle[Any]:
         config = self.config
-        actor = remote(num_cpus=0, max_restarts=0, max_task_retries=0)(CoordinatorActor)
+        actor = remote(num_cpus=0, max_restarts=0, max_task_retries=0)(RayCoordinatorActor)
         self._coordinator = actor.options(
             name=naming.coordinator_name(self._service_id), runtime_env=self._environment(1)
         ).remote(scheme=self.scheme, epoch=Epoch(1), expected_identity=self.identity)
