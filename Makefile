@@ -53,5 +53,5 @@ proto: $(STAMP)  ## Regenerate the protobuf and gRPC code from the .proto files.
 	  --python_out=$(PROTO_OUT) --mypy_out=$(PROTO_OUT) \
 	  --grpc_python_out=$(PROTO_OUT) --mypy_grpc_out=$(PROTO_OUT) proto/kvferry/proto/v1/*.proto
 
-bench: $(STAMP)  ## Time the hash chain against the naive way; prints one JSON object.
-	@$(BIN)/python benchmarks/hash_chain.py $(ARGS)
+bench: $(STAMP)  ## Measure the core beside its baselines (hashing, pool, index, step call); ARGS= is passed on.
+	@$(BIN)/kvferry bench core $(ARGS)

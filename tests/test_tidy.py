@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CODE_FOLDERS = ("cluster", "worker", "coordinator", "proto", "tests", "examples", "benchmarks")
+CODE_FOLDERS = ("cluster", "worker", "coordinator", "proto", "tests", "examples")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
 VAGUE_NAMES = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py"}

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import sys
-import time
 from typing import Annotated
 
 import typer
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from kvferry.cluster import ray_environment
 from kvferry.cluster.config import ServiceConfig
+from kvferry.cluster.progress import stderr_progress
 from kvferry.proto.errors import ConfigError
 from kvferry.worker.model.sampling import SamplingParams
 
@@ -105,12 +105,7 @@ def _run(
     from kvferry.cluster.demo.run import DemoSettings, run_demo
     from kvferry.worker.model.demo_model import ensure_demo_model
 
-    started = time.monotonic()
-    err = Console(stderr=True, highlight=False, soft_wrap=True)
-
-    def progress(line: str) -> None:
-        err.print(f"{time.monotonic() - started:6.1f} s  {line}", markup=False)
-
+    progress = stderr_progress()
     # Ray tells of dead workers on stdout, which belongs to the results.
     with contextlib.redirect_stdout(sys.stderr):
         if not config.model:

@@ -64,6 +64,26 @@ def test_the_version_and_the_examples_are_shown(capsys: pytest.CaptureFixture[st
     code, out, _ = run(capsys, "demo", "--help")
     assert code == 0
     assert "kvferry demo --address auto" in out
+    code, out, _ = run(capsys, "bench", "core", "--help")
+    assert code == 0
+    assert "kvferry bench core --json" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (("core", "--seconds", "0"), "ConfigError"),
+        (("core", "--seconds", "nan"), "ConfigError"),
+        (("core", "--vllm-python", "no-such-python"), "ConfigError"),
+        (("nothing",), "BadInputError"),
+    ],
+)
+def test_a_bad_benchmark_ends_with_2_and_one_json_object(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], kind: str
+) -> None:
+    code, out, _ = run(capsys, "bench", *words, "--json")
+    assert code == 2
+    assert json.loads(out)["error"]["type"] == kind
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), typer.Abort()])

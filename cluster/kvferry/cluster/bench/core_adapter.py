@@ -1,0 +1,63 @@
+"""All that the benchmarks know of the cache manager's interface and of the pool's events."""
+
+from collections.abc import Sequence
+from typing import cast
+
+from kvferry.cluster.bench.pool_operations import BLOCK_TOKENS
+from kvferry.coordinator.cache_config import CacheConfig
+from kvferry.coordinator.cache_manager import CacheManager
+from kvferry.coordinator.cache_specs import FullSpec
+from kvferry.coordinator.pool_events import Removed, Stored
+from kvferry.coordinator.request_state import RequestState
+from kvferry.proto.ids import BlockHash, BlockId, GroupedHash, RequestId
+
+MAX_MODEL_TOKENS = 1 << 20
+
+
+class KvferryManager:
+    """See `pool_operations.Manager`."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._manager = CacheManager(
+            CacheConfig(
+                num_blocks=num_blocks,
+                groups=(FullSpec(block_tokens=BLOCK_TOKENS),),
+                hash_block_tokens=BLOCK_TOKENS,
+                max_model_len=MAX_MODEL_TOKENS,
+            )
+        )
+
+    def make_request(self, name: str, hashes: list[bytes]) -> RequestState:
+        """See `Manager.make_request`."""
+        return RequestState(
+            request_id=RequestId(name),
+            num_tokens=len(hashes) * BLOCK_TOKENS + 1,
+            hashes=cast("list[BlockHash]", hashes),
+        )
+
+    def lookup(self, request: RequestState) -> int:
+        """See `Manager.lookup`."""
+        _, num_tokens = self._manager.get_computed_blocks(request)
+        return num_tokens
+
+    def allocate(self, request: RequestState) -> bool:
+        """See `Manager.allocate`."""
+        return self._manager.allocate_slots(request, request.num_tokens - 1) is not None
+
+    def free(self, request: RequestState) -> None:
+        """See `Manager.free`."""
+        self._manager.free(request.request_id)
+
+    def settle(self) -> None:
+        """See `Manager.settle`; the location index takes the events in a service."""
+        self._manager.pool.take_events()
+
+
+def stored_event(keys: Sequence[GroupedHash]) -> Stored:
+    """Return the event of blocks that became findable under `keys`."""
+    return Stored(tuple(BlockId(i + 1) for i in range(len(keys))), tuple(keys))
+
+
+def removed_event(key: GroupedHash) -> Removed:
+    """Return the event of a block that is no longer findable under `key`."""
+    return Removed(BlockId(1), key)
