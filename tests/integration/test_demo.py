@@ -25,6 +25,8 @@ from kvferry.worker.model.sampling import SamplingParams
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
+# With SIGINT ignored, as a shell starts background jobs: an interrupt must be heard all the same.
+AS_BACKGROUND_JOB = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")
 RANK_LINE = re.compile(r"(\S+) \((prefill|decode)\) at (\S+): rank 0 pid (\d+)")
 
 
@@ -99,7 +101,7 @@ def start_demo(tiny_model: Path) -> Any:
         words = ["demo", "--json", "--model", str(tiny_model), "--requests", "8", *arguments]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvferry.cluster.cli", *words],
+            [*AS_BACKGROUND_JOB, sys.executable, "-m", "kvferry.cluster.cli", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
