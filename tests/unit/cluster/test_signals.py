@@ -2,12 +2,23 @@
 
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from kvferry.cluster.signals import handlers_kept, interrupts_held
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def _known_handlers() -> Iterator[None]:
+    """Where the tests run as a background job, SIGINT is ignored from the start."""
+    before = [signal.getsignal(number) for number in NUMBERS]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in zip(NUMBERS, before, strict=True):
+        signal.signal(number, handler)
 
 
 def test_an_interrupt_during_clean_up_does_not_cut_it_off() -> None:
