@@ -98,10 +98,6 @@ class BlockPool:
         """Yield the free blocks, first to be reused first."""
         return iter(self._free)
 
-    def is_free(self, block_id: BlockId) -> bool:
-        """Tell whether a block stands in the free queue."""
-        return block_id in self._free
-
     def ref_count(self, block_id: BlockId) -> int:
         """Return how many owners a block has."""
         return self._ref_counts[block_id]
