@@ -12,7 +12,14 @@ import cbor2
 from kvferry.proto.errors import BadInputError, ConfigError, IdentityMismatchError
 from kvferry.proto.specs import DTYPE_BYTES, require_integer, require_one_of
 
-AttentionKind = Literal["full"]
+GroupKind = Literal["full", "sliding_window", "chunked_local", "mamba"]
+
+# The setting that a kind needs, and no other kind has.
+_SETTING_OF_KIND = {
+    "sliding_window": "window_tokens",
+    "chunked_local": "chunk_tokens",
+    "mamba": "state_bytes",
+}
 
 _TEXTS = ("model", "weight_version", "weight_dtype", "kv_dtype", "kv_scales", "rope")
 
@@ -21,17 +28,34 @@ _TEXTS = ("model", "weight_version", "weight_dtype", "kv_dtype", "kv_scales", "r
 class GroupSpec:
     """Layers that share one kind of attention and one block table.
 
+    A sliding-window layer attends to a token and the `window_tokens - 1` before it, a chunked-local
+    one to those before it in its chunk of `chunk_tokens`; a mamba layer keeps one recurrent state
+    of `state_bytes` bytes. These are None for every other kind.
+
     Raises:
-        ConfigError: an unknown kind, or a layer that is no integer of at least 0.
+        ConfigError: an unknown kind, a layer that is no integer of at least 0, or a setting that is
+            missing, too many or no integer of at least 1.
     """
 
-    kind: AttentionKind
+    kind: GroupKind
     layers: tuple[int, ...]
+    window_tokens: int | None = None
+    chunk_tokens: int | None = None
+    state_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        require_one_of("kind", self.kind, get_args(AttentionKind))
+        require_one_of("kind", self.kind, get_args(GroupKind))
         for layer in self.layers:
             require_integer("layers", layer, at_least=0)
+        needed = _SETTING_OF_KIND.get(self.kind)
+        for name in _SETTING_OF_KIND.values():
+            value = getattr(self, name)
+            if name == needed:
+                require_integer(name, value, at_least=1)
+            elif value is not None:
+                raise ConfigError(
+                    f"{name} is no setting of this kind of group", given=value, allowed=self.kind
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,22 +105,32 @@ class Identity:
         return hashlib.sha256(identity_to_cbor(self)).digest()
 
     def block_bytes(self, block_tokens: int) -> int:
-        """Return the bytes of K and V of `block_tokens` tokens, over all layers.
+        """Return the bytes that one block id of `block_tokens` tokens takes.
+
+        Groups share memory: the id is a block of one group at a time, so the group with the most
+        layers decides.
 
         Raises:
             ConfigError: the size of `kv_dtype` is not known.
         """
         require_one_of("kv_dtype", self.kv_dtype, tuple(DTYPE_BYTES))
-        token_values = 2 * self.num_layers * self.num_kv_heads * self.head_size
-        return block_tokens * token_values * DTYPE_BYTES[self.kv_dtype]
+        num_layers = max(len(group.layers) for group in self.groups)
+        page_values = 2 * block_tokens * self.num_kv_heads * self.head_size
+        return num_layers * page_values * DTYPE_BYTES[self.kv_dtype]
 
 
 def identity_to_plain(identity: Identity) -> dict[str, Any]:
     """Return the identity as plain maps, lists and scalars (for JSON and CBOR)."""
     plain = asdict(identity)
-    plain["groups"] = [
-        {"kind": group.kind, "layers": list(group.layers)} for group in identity.groups
-    ]
+    plain["groups"] = [_group_to_plain(group) for group in identity.groups]
+    return plain
+
+
+def _group_to_plain(group: GroupSpec) -> dict[str, Any]:
+    plain: dict[str, Any] = {"kind": group.kind, "layers": list(group.layers)}
+    setting = _SETTING_OF_KIND.get(group.kind)
+    if setting is not None:
+        plain[setting] = getattr(group, setting)
     return plain
 
 
@@ -108,8 +142,7 @@ def identity_from_plain(plain: dict[str, Any]) -> Identity:
     """
     try:
         groups = tuple(
-            GroupSpec(kind=group["kind"], layers=tuple(group["layers"]))
-            for group in plain["groups"]
+            GroupSpec(**{**group, "layers": tuple(group["layers"])}) for group in plain["groups"]
         )
         return Identity(**{**plain, "groups": groups})
     except (KeyError, TypeError) as error:

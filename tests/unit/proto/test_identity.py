@@ -1,6 +1,7 @@
 import hashlib
 import json
 from dataclasses import replace
+from typing import Any
 
 import cbor2
 import pytest
@@ -153,3 +154,46 @@ def test_a_block_takes_k_and_v_of_every_head_and_layer_in_the_kv_dtype() -> None
     assert replace(IDENTITY, kv_dtype="float32").block_bytes(16) == 2 * IDENTITY.block_bytes(16)
     with pytest.raises(ConfigError, match="unknown kv_dtype; given: fp9"):
         replace(IDENTITY, kv_dtype="fp9").block_bytes(16)
+
+
+def test_groups_of_every_kind_survive_cbor() -> None:
+    groups = (
+        GroupSpec(kind="full", layers=(0,)),
+        GroupSpec(kind="sliding_window", layers=(1,), window_tokens=64),
+        GroupSpec(kind="chunked_local", layers=(2,), chunk_tokens=128),
+        GroupSpec(kind="mamba", layers=(3,), state_bytes=4096),
+    )
+    identity = replace(IDENTITY, num_layers=4, groups=groups)
+    assert identity_from_cbor(identity_to_cbor(identity)) == identity
+
+
+def test_a_wider_window_is_another_identity() -> None:
+    narrow = GroupSpec(kind="sliding_window", layers=(0, 1), window_tokens=64)
+    wide = replace(narrow, window_tokens=65)
+    digests = {replace(IDENTITY, num_layers=2, groups=(g,)).digest() for g in (narrow, wide)}
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("sliding_window", {}),
+        ("sliding_window", {"window_tokens": 0}),
+        ("sliding_window", {"window_tokens": 8, "chunk_tokens": 8}),
+        ("full", {"window_tokens": 8}),
+        ("mamba", {"state_bytes": True}),
+    ],
+)
+def test_a_group_has_exactly_the_settings_of_its_kind(kind: Any, settings: Any) -> None:
+    with pytest.raises(ConfigError):
+        GroupSpec(kind=kind, layers=(0,), **settings)
+
+
+def test_a_block_id_takes_the_bytes_of_the_largest_group() -> None:
+    groups = (
+        GroupSpec(kind="full", layers=(0,)),
+        GroupSpec(kind="sliding_window", layers=(1, 2), window_tokens=64),
+    )
+    hybrid = replace(IDENTITY, num_layers=3, groups=groups)
+    page_bytes = 2 * 16 * IDENTITY.num_kv_heads * IDENTITY.head_size * 2
+    assert hybrid.block_bytes(16) == 2 * page_bytes
