@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry.coordinator.handoff import HandoffEvent
 from kvferry.coordinator.hit_finders import GroupBlocks
-from kvferry.coordinator.instances import GROUP, Instance, LoadInFlight
+from kvferry.coordinator.instances import Instance, LoadInFlight
 from kvferry.coordinator.request_state import RequestState
 from kvferry.coordinator.state import ServiceState
 from kvferry.coordinator.step_outcome import StepOutcome
@@ -28,16 +29,11 @@ def admit_waiting(
             return
 
 
-@dataclass(frozen=True, slots=True)
-class _Hit:
-    """A local prefix hit: its blocks, and its tokens."""
+class _Hit(NamedTuple):
+    """A local prefix hit: its blocks per group, and its tokens."""
 
     blocks: GroupBlocks
     num_tokens: int
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks[GROUP])
 
 
 @dataclass(slots=True)
@@ -58,29 +54,28 @@ class _Admission:
         )
         manager = self.instance.manager
         hit = _Hit(*manager.get_computed_blocks(request, ask.target_tokens))
-        holder, num_held = self._best_peer(ask) if ask.allow_remote else (None, 0)
-        if holder is not None and num_held > hit.num_blocks:
-            return self._admit_load(ask, request, hit, holder, num_held)
+        peer = self._best_peer(ask) if ask.allow_remote else None
+        if peer is not None and peer[1] * self.instance.block_tokens > hit.num_tokens:
+            return self._admit_load(ask, request, hit, *peer)
         return self._admit_compute(ask, request, hit)
 
-    def _best_peer(self, ask: AdmitAsk) -> tuple[Instance | None, int]:
+    def _best_peer(self, ask: AdmitAsk) -> tuple[Instance, int] | None:
         usable_tokens = min(ask.num_tokens - 1, ask.target_tokens)
-        hashes = ask.hashes[: usable_tokens // self.instance.manager.block_tokens]
-        for holder, num_held in self.state.holders(self.instance.identity_digest, hashes):
-            if holder is not self.instance:
-                return holder, num_held
-        return None, 0
+        hashes = ask.hashes[: usable_tokens // self.instance.block_tokens]
+        return self.state.best_peer(self.instance, hashes)
 
     def _admit_compute(self, ask: AdmitAsk, request: RequestState, hit: _Hit) -> bool:
         wanted = ask.target_tokens - hit.num_tokens
         num_new = min(wanted, self.outcome.token_budget)
         if wanted and not num_new:
             return False
+        num_ahead = self.outcome.ahead_tokens(self.instance) if num_new == wanted else 0
         granted = self.instance.manager.allocate_slots(
             request,
             num_new,
             num_new_computed_tokens=hit.num_tokens,
             new_computed_blocks=hit.blocks,
+            num_lookahead_tokens=num_ahead,
             delay_cache_blocks=True,
         )
         if granted is None:
@@ -91,9 +86,9 @@ class _Admission:
             Scheduled(
                 request_id=ask.request_id,
                 num_computed_tokens=hit.num_tokens,
-                num_new_tokens=num_new,
-                new_block_ids=self.instance.table(ask.request_id),
-                num_hit_blocks=hit.num_blocks,
+                granted_tokens=self.instance.granted_tokens(hit.num_tokens + num_new + num_ahead),
+                new_block_ids=self.instance.tables(ask.request_id),
+                num_hit_blocks=hit.num_tokens // self.instance.block_tokens,
             )
         )
         self.state.move_decode_handoff(self.instance, ask.request_id, HandoffEvent.FINISHED)
@@ -102,22 +97,22 @@ class _Admission:
     def _admit_load(
         self, ask: AdmitAsk, request: RequestState, hit: _Hit, holder: Instance, num_held: int
     ) -> bool:
-        manager = self.instance.manager
-        num_missing = num_held - hit.num_blocks
-        source_blocks = self.state.blocks_of_prefix(holder, ask.hashes[:num_held])
-        granted = manager.allocate_slots(
+        block_tokens = self.instance.block_tokens
+        num_hit = hit.num_tokens // block_tokens
+        granted = self.instance.manager.allocate_slots(
             request,
             0,
             num_new_computed_tokens=hit.num_tokens,
             new_computed_blocks=hit.blocks,
-            num_external_computed_tokens=num_missing * manager.block_tokens,
+            num_external_computed_tokens=(num_held - num_hit) * block_tokens,
             delay_cache_blocks=True,
         )
         if granted is None:
             return False
         lease = self.state.lease_blocks(
             holder,
-            source_blocks[hit.num_blocks :],
+            self.state.blocks_of_prefix(holder, ask.hashes[:num_held], num_hit),
+            num_prefix_blocks=num_held,
             now=self.now,
             ttl_s=self.step_lease_s,
             beneficiary=self.instance.info.instance_id,
@@ -126,14 +121,14 @@ class _Admission:
         self.instance.loads[ask.request_id] = LoadInFlight(
             lease_id=lease.lease_id,
             hit_tokens=hit.num_tokens,
-            asked_tokens=num_held * manager.block_tokens,
+            asked_tokens=num_held * block_tokens,
             first_admission=not ask.resumed,
         )
         self.outcome.loads.append(
             Load(
                 request_id=ask.request_id,
-                block_ids=self.instance.table(ask.request_id),
-                num_hit_blocks=hit.num_blocks,
+                block_ids=self.instance.tables(ask.request_id),
+                num_hit_blocks=num_hit,
                 source=holder.source,
                 lease_id=lease.lease_id,
                 ttl_s=lease.deadline_s - self.now,

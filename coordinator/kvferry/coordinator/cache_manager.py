@@ -170,6 +170,10 @@ class CacheManager:
         ask = self._ask(request, num_new_tokens)
         return max(self._count_blocks(ask, self._no_blocks) - self.pool.num_free_blocks, 0)
 
+    def max_blocks_held(self, num_tokens: int) -> int:
+        """Return the most blocks that a request of so many tokens holds at once."""
+        return sum(group.max_blocks_held(num_tokens) for group in self.groups)
+
     def cache_blocks(self, request: RequestState, num_tokens: int) -> None:
         """Make the full blocks of a request's first `num_tokens` (written) tokens findable."""
         if not self.pool.enable_caching:

@@ -1,24 +1,23 @@
 """One registered instance: its pool, its requests, its loads in flight and its reservations."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvferry.coordinator.cache_config import CacheConfig
 from kvferry.coordinator.cache_manager import CacheManager
-from kvferry.coordinator.cache_specs import FullSpec
-from kvferry.coordinator.request_state import RequestState
-from kvferry.proto.ids import (
-    BlockHash,
-    BlockId,
-    GroupedHash,
-    GroupId,
-    LeaseId,
-    RequestId,
-    pack_group,
+from kvferry.coordinator.cache_specs import (
+    CacheSpec,
+    ChunkedLocalSpec,
+    FullSpec,
+    MambaSpec,
+    SlidingWindowSpec,
 )
+from kvferry.coordinator.hit_finders import GroupBlocks
+from kvferry.coordinator.prefix_rules import rules_of
+from kvferry.coordinator.request_state import RequestState
+from kvferry.proto.identity import GroupSpec
+from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, LeaseId, RequestId
 from kvferry.proto.messages import InstanceInfo, Source
-
-# The one group that prefixes are located and moved by today.
-GROUP = GroupId(0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +44,7 @@ class Reservation:
     in place, so that the prefix is whole when the rest has arrived.
     """
 
+    group_id: GroupId
     hashes: tuple[BlockHash, ...]
     block_ids: tuple[BlockId | None, ...]
     kept: tuple[BlockId, ...]
@@ -60,14 +60,16 @@ class Instance:
     def __init__(self, info: InstanceInfo) -> None:
         self.info = info
         self.identity_digest = info.identity.digest()
-        block_tokens = info.layout.virtual_block_tokens
+        self.block_tokens = info.layout.virtual_block_tokens
+        self.rules = rules_of(info.identity, self.block_tokens)
         self.manager = CacheManager(
             CacheConfig(
                 num_blocks=info.num_blocks,
-                groups=(FullSpec(block_tokens=block_tokens),),
-                hash_block_tokens=block_tokens,
+                groups=tuple(_spec_of(group, self.block_tokens) for group in info.identity.groups),
+                hash_block_tokens=self.block_tokens,
                 # A store has no model; no request of its own could be longer than its pool.
-                max_model_len=info.max_model_len or info.num_blocks * block_tokens,
+                max_model_len=info.max_model_len or info.num_blocks * self.block_tokens,
+                max_in_flight_tokens=info.max_in_flight_tokens or None,
             )
         )
         self.requests: dict[RequestId, RequestState] = {}
@@ -93,9 +95,22 @@ class Instance:
         """Blocks of the pool without the null block."""
         return self.info.num_blocks - 1
 
-    def table(self, request_id: RequestId) -> tuple[BlockId, ...]:
-        """Return a request's blocks in order of its tokens."""
-        return tuple(self.manager.block_table(request_id)[GROUP])
+    @property
+    def takes_partial_loads(self) -> bool:
+        """Whether a load that ended early is of use: its blocks are a prefix of every group's."""
+        return len(self.rules) == 1 and self.rules[0].needs_all
+
+    def granted_tokens(self, num_tokens: int) -> int:
+        """Return how far a request that has slots for so many tokens may compute."""
+        return min(num_tokens, self.manager.max_model_len)
+
+    def tables(self, request_id: RequestId) -> tuple[tuple[BlockId, ...], ...]:
+        """Return a request's blocks per group in order of its tokens, null where one is skipped."""
+        return tuple(tuple(blocks) for blocks in self.manager.block_table(request_id))
+
+    def blocks_of(self, request_id: RequestId, num_blocks: int | None = None) -> list[BlockId]:
+        """Return the blocks of a request's first `num_blocks` positions (None: all), per group."""
+        return list(_real(self.manager.block_table(request_id), num_blocks))
 
     def forget_request(self, request_id: RequestId) -> None:
         """Free a request's blocks and drop it."""
@@ -103,7 +118,22 @@ class Instance:
         del self.requests[request_id]
 
 
-def index_keys(hashes: tuple[BlockHash, ...]) -> list[GroupedHash]:
-    """Return the location index keys of a chain of hashes."""
-    suffix = pack_group(BlockHash(b""), GROUP)
-    return [GroupedHash(block_hash + suffix) for block_hash in hashes]
+def _real(tables: GroupBlocks, num_blocks: int | None) -> Iterator[BlockId]:
+    for table in tables:
+        for block in table[:num_blocks]:
+            if block != NULL_BLOCK:
+                yield block
+
+
+def _spec_of(group: GroupSpec, block_tokens: int) -> CacheSpec:
+    match group.kind:
+        case "full":
+            return FullSpec(block_tokens=block_tokens)
+        case "sliding_window":
+            assert group.window_tokens is not None
+            return SlidingWindowSpec(block_tokens=block_tokens, window_tokens=group.window_tokens)
+        case "chunked_local":
+            assert group.chunk_tokens is not None
+            return ChunkedLocalSpec(block_tokens=block_tokens, chunk_tokens=group.chunk_tokens)
+        case "mamba":
+            return MambaSpec(block_tokens=block_tokens, mode="all")

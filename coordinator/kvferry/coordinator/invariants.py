@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvferry.coordinator.handoff import HandoffState
-from kvferry.coordinator.instances import GROUP, Instance
+from kvferry.coordinator.instances import Instance
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import NULL_BLOCK, BlockId
 
@@ -70,11 +70,12 @@ def _check_owners(state: ServiceState, instance: Instance) -> None:
     """Every reference has an owner, and unfindable blocks have one owner at most."""
     pool, name = instance.manager.pool, instance.info.instance_id
     owners: Counter[BlockId] = Counter()
-    for request_id, table in instance.manager.groups[GROUP].tables():
-        _require_equal(
-            f"{name}: table of request {request_id}", request_id in instance.requests, True
-        )
-        owners.update(table)
+    for group in instance.manager.groups:
+        for request_id, table in group.tables():
+            _require_equal(
+                f"{name}: table of request {request_id}", request_id in instance.requests, True
+            )
+            owners.update(block for block in table if block != NULL_BLOCK)
     for block, count in owners.items():
         if count > 1 and pool.key_of(block) is None:
             raise InvariantError(f"{name}: unfindable block {block} is in {count} tables")
@@ -97,8 +98,9 @@ def _check_owners(state: ServiceState, instance: Instance) -> None:
 def _check_written(instance: Instance) -> None:
     pool, name = instance.manager.pool, instance.info.instance_id
     for request_id, request in instance.requests.items():
-        num_written = request.num_computed_tokens // instance.manager.block_tokens
-        for block in instance.table(request_id)[num_written:]:
+        num_written = request.num_computed_tokens // instance.block_tokens
+        tables = instance.tables(request_id)
+        for block in (block for table in tables for block in table[num_written:]):
             if pool.key_of(block) is not None:
                 raise InvariantError(
                     f"{name}: block {block} of request {request_id} is findable and not written",

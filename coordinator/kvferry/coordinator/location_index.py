@@ -6,12 +6,15 @@ Masks that were made alike are one object, so that the pass compares pointers, n
 hardly depends on the number of instances.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, reduce
+from operator import and_
+from typing import cast
 
 from kvferry.coordinator.pool_events import PoolEvent, Removed, Stored
+from kvferry.coordinator.prefix_rules import PrefixRule, masks_of_prefixes
 from kvferry.proto.errors import InvariantError
-from kvferry.proto.ids import GroupedHash, InstanceId
+from kvferry.proto.ids import BlockHash, GroupedHash, InstanceId
 
 
 class PrefixLengths(Mapping[InstanceId, int]):
@@ -161,6 +164,35 @@ class LocationIndex:
                 alive = mask if mask == held else held
             else:
                 runs.append((len(keys), alive))
+        return PrefixLengths(runs, self._members)
+
+    def longest_usable(
+        self, identity_digest: bytes, hashes: Sequence[BlockHash], rules: Sequence[PrefixRule]
+    ) -> PrefixLengths:
+        """Return how many of `hashes` each instance can serve, by the rule of every group."""
+        if len(rules) == 1 and rules[0].needs_all:
+            suffix = rules[0].suffix
+            # A call of `GroupedHash` per block would cost as much as the look itself.
+            keys = cast("list[GroupedHash]", [block_hash + suffix for block_hash in hashes])
+            return self.longest_prefixes(identity_digest, keys)
+        get = cast("Callable[[bytes, int], int]", self._masks.get(identity_digest, {}).get)
+        everyone = 0
+        for number, instance_id in self._members.items():
+            if self._digests[instance_id] == identity_digest:
+                everyone |= 1 << number
+        usable = [
+            masks_of_prefixes([get(h + rule.suffix, 0) for h in hashes], rule, everyone)
+            for rule in rules
+        ]
+        by_length = [reduce(and_, masks) for masks in zip(*usable, strict=True)]
+        runs: list[tuple[int, int]] = []
+        found = 0
+        for length in range(len(by_length), 0, -1):
+            new = by_length[length - 1] & ~found
+            if new:
+                runs.append((length, new))
+                found |= new
+        runs.reverse()
         return PrefixLengths(runs, self._members)
 
     def copies_of(self, instance_id: InstanceId) -> dict[GroupedHash, int]:

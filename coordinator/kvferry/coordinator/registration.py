@@ -27,10 +27,6 @@ def check_registration(
     require_equal_schemes(scheme, info.scheme, who=who)
     if expected_identity is not None:
         require_equal_identities(expected_identity, info.identity, who=who)
-    if len(info.identity.groups) != 1:
-        raise ConfigError(
-            f"{who} has several cache groups", given=len(info.identity.groups), allowed=1
-        )
     if info.layout.virtual_block_tokens != scheme.hash_block_tokens:
         raise ConfigError(
             f"{who}: the tokens of a block and of a hash must be equal",
@@ -42,6 +38,12 @@ def check_registration(
             f"{who}: num_blocks must leave a block beside the null block",
             given=repr(info.num_blocks),
             allowed="an integer >= 2",
+        )
+    if type(info.max_in_flight_tokens) is not int or info.max_in_flight_tokens < 0:
+        raise ConfigError(
+            f"{who}: max_in_flight_tokens",
+            given=repr(info.max_in_flight_tokens),
+            allowed="an integer >= 0",
         )
     shortest = 0 if info.role == "store" else 1
     if type(info.max_model_len) is not int or info.max_model_len < shortest:

@@ -253,7 +253,9 @@ class CoordinatorService:
         for instance, num_blocks in self.state.holders(command.identity_digest, command.hashes):
             if num_blocks and command.instance_id in (None, instance.info.instance_id):
                 blocks = self.state.blocks_of_prefix(instance, command.hashes[:num_blocks])
-                lease = self.state.lease_blocks(instance, blocks, now=now, ttl_s=command.ttl_s)
+                lease = self.state.lease_blocks(
+                    instance, blocks, num_prefix_blocks=num_blocks, now=now, ttl_s=command.ttl_s
+                )
                 return self._leased(lease, now)
         return Leased(lease_id=None, source=None, num_blocks=0, ttl_s=0.0)
 
@@ -270,7 +272,7 @@ class CoordinatorService:
         return Leased(
             lease_id=lease.lease_id,
             source=self.state.instance(lease.instance_id).source,
-            num_blocks=len(lease.block_ids),
+            num_blocks=lease.num_prefix_blocks,
             ttl_s=lease.deadline_s - now,
         )
 

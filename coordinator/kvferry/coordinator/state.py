@@ -6,11 +6,19 @@ Used by the service, the step and the checks; decides no policy.
 from collections import Counter
 
 from kvferry.coordinator.handoff import Handoff, HandoffEvent
-from kvferry.coordinator.instances import GROUP, Instance, index_keys
+from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.leases import Lease, LeaseTable
 from kvferry.coordinator.location_index import LocationIndex
 from kvferry.proto.errors import InvariantError, NotFoundError
-from kvferry.proto.ids import BlockHash, BlockId, Epoch, InstanceId, LeaseId, RequestId
+from kvferry.proto.ids import (
+    BlockHash,
+    BlockId,
+    Epoch,
+    GroupId,
+    InstanceId,
+    LeaseId,
+    RequestId,
+)
 from kvferry.proto.messages import Effect
 
 # Shown from the start, so that a reader can tell "never" from "not counted".
@@ -85,35 +93,57 @@ class ServiceState:
     def holders(
         self, identity_digest: bytes, hashes: tuple[BlockHash, ...]
     ) -> list[tuple[Instance, int]]:
-        """Return the instances of an identity with the blocks each holds of the prefix.
+        """Return the instances of an identity with the blocks of the prefix that each can serve.
 
         Longest prefix first, then fewest requests, then id.
         """
-        lengths = self.index.longest_prefixes(identity_digest, index_keys(hashes))
-        found = [
-            (instance, lengths.get(instance_id, 0))
-            for instance_id, instance in self.instances.items()
-            if instance.identity_digest == identity_digest
-        ]
+        members = [i for i in self.instances.values() if i.identity_digest == identity_digest]
+        if not members:
+            return []
+        lengths = self.index.longest_usable(identity_digest, hashes, members[0].rules)
+        found = [(instance, lengths.get(instance.info.instance_id, 0)) for instance in members]
         found.sort(key=lambda h: (-h[1], h[0].num_requests, h[0].info.instance_id))
         return found
 
+    def best_peer(
+        self, instance: Instance, hashes: tuple[BlockHash, ...]
+    ) -> tuple[Instance, int] | None:
+        """Return the other instance that can serve most of the prefix, and how many blocks.
+
+        Of several with as many, the one with the fewest requests, then the first by id.
+        """
+        lengths = self.index.longest_usable(instance.identity_digest, hashes, instance.rules)
+        best: tuple[Instance, int] | None = None
+        for instance_id, length in lengths.longest_first():
+            peer = self.instances[instance_id]
+            if best is not None and length < best[1]:
+                break
+            if peer is not instance and (best is None or _load_of(peer) < _load_of(best[0])):
+                best = (peer, length)
+        return best
+
     def blocks_of_prefix(
-        self, holder: Instance, hashes: tuple[BlockHash, ...]
+        self, holder: Instance, hashes: tuple[BlockHash, ...], start: int = 0
     ) -> tuple[BlockId, ...]:
-        """Return the blocks in which an instance holds every one of `hashes`.
+        """Return the blocks, per group one after the other, that serve `hashes` from `start` on.
+
+        Those that a group's rule does not need are left out.
 
         Raises:
-            InvariantError: its pool has fewer than the location index says.
+            InvariantError: the pool has fewer than the location index says.
 
         """
-        blocks = holder.manager.pool.get_cached_prefix(hashes, GROUP)
-        if len(blocks) != len(hashes):
-            raise InvariantError(
-                f"the location index and the pool of {holder.info.instance_id} disagree",
-                given={"index": len(hashes), "pool": len(blocks)},
-            )
-        return tuple(blocks)
+        found: list[BlockId] = []
+        for group_id, rule in enumerate(holder.rules):
+            needed = hashes[max(start, rule.first_needed(len(hashes))) :]
+            blocks = holder.manager.pool.get_cached_prefix(needed, GroupId(group_id))
+            if len(blocks) != len(needed):
+                raise InvariantError(
+                    f"the location index and the pool of {holder.info.instance_id} disagree",
+                    given={"group": group_id, "index": len(needed), "pool": len(blocks)},
+                )
+            found += blocks
+        return tuple(found)
 
     # --- leases ------------------------------------------------------------------------------
 
@@ -122,18 +152,24 @@ class ServiceState:
         instance: Instance,
         block_ids: tuple[BlockId, ...],
         *,
+        num_prefix_blocks: int,
         now: float,
         ttl_s: float,
         beneficiary: InstanceId | None = None,
     ) -> Lease:
-        """Keep blocks of an instance in place for `ttl_s` seconds (at most the cap).
+        """Keep the blocks that serve a prefix in place for `ttl_s` seconds (at most the cap).
 
         Raises:
             BadInputError: `ttl_s` is not a positive number.
 
         """
         lease = self.leases.add(
-            instance.info.instance_id, block_ids, now=now, ttl_s=ttl_s, beneficiary=beneficiary
+            instance.info.instance_id,
+            block_ids,
+            num_prefix_blocks=num_prefix_blocks,
+            now=now,
+            ttl_s=ttl_s,
+            beneficiary=beneficiary,
         )
         instance.manager.pool.touch(block_ids)
         return lease
@@ -199,3 +235,7 @@ class ServiceState:
         """Return the effects since the last call."""
         effects, self._effects = self._effects, []
         return tuple(effects)
+
+
+def _load_of(instance: Instance) -> tuple[int, InstanceId]:
+    return instance.num_requests, instance.info.instance_id

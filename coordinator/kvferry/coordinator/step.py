@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from kvferry.coordinator.admission import admit_waiting
 from kvferry.coordinator.handoff import HandoffEvent
-from kvferry.coordinator.instances import GROUP, Instance
+from kvferry.coordinator.hit_finders import GroupBlocks
+from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.request_state import RequestState
 from kvferry.coordinator.state import ServiceState
 from kvferry.coordinator.step_checks import check_step
@@ -36,7 +37,7 @@ def apply_step(
 
     """
     check_step(instance, step)
-    outcome = StepOutcome(token_budget=step.token_budget)
+    outcome = StepOutcome(token_budget=step.token_budget, max_ahead_tokens=step.ahead_tokens)
     for result in step.load_results:
         _end_load(state, instance, result, outcome)
     for progress in step.progress:
@@ -69,6 +70,12 @@ def _end_load(
         else:
             outcome.preempted.append(result.request_id)
             state.move_decode_handoff(instance, result.request_id, HandoffEvent.PULL_CANCELLED)
+        return
+    if result.num_computed_tokens < load.asked_tokens and not instance.takes_partial_loads:
+        # Some group lacks the blocks before the end of what arrived, and those before its hit.
+        instance.forget_request(result.request_id)
+        outcome.preempted.append(result.request_id)
+        state.move_decode_handoff(instance, result.request_id, HandoffEvent.FAILED)
         return
     request = instance.requests[result.request_id]
     request.num_computed_tokens = result.num_computed_tokens
@@ -125,10 +132,11 @@ def _lease_for_handoff(
     ):
         state.counters["handoffs_without_taker"] += 1
         return
-    num_full = request.num_computed_tokens // instance.manager.block_tokens
+    num_full = request.num_computed_tokens // instance.block_tokens
     lease = state.lease_blocks(
         instance,
-        instance.table(request.request_id)[:num_full],
+        tuple(instance.blocks_of(request.request_id, num_full)),
+        num_prefix_blocks=num_full,
         now=now,
         ttl_s=handoff.deadline_s - now,
         beneficiary=handoff.decode_instance,
@@ -174,18 +182,23 @@ class _RunningGrants:
         num_new = min(wanted, self.outcome.token_budget)
         if wanted and not num_new:
             return 0
-        manager = self.instance.manager
-        missing = manager.count_missing_blocks(request, num_new)
-        if missing:
-            return missing
-        new = manager.allocate_slots(request, num_new, delay_cache_blocks=True) if num_new else None
+        new: GroupBlocks | None = ()
+        num_ahead = self.outcome.ahead_tokens(self.instance) if num_new == wanted else 0
+        if num_new or num_ahead:
+            manager = self.instance.manager
+            new = manager.allocate_slots(
+                request, num_new, num_lookahead_tokens=num_ahead, delay_cache_blocks=True
+            )
+            if new is None:
+                return manager.count_missing_blocks(request, num_new)
         self.outcome.token_budget -= num_new
+        granted = request.num_computed_tokens + num_new + num_ahead
         self.outcome.scheduled.append(
             Scheduled(
                 request_id=ask.request_id,
                 num_computed_tokens=request.num_computed_tokens,
-                num_new_tokens=num_new,
-                new_block_ids=tuple(new[GROUP]) if new else (),
+                granted_tokens=self.instance.granted_tokens(granted),
+                new_block_ids=tuple(tuple(blocks) for blocks in new),
             )
         )
         return 0
@@ -208,4 +221,4 @@ class _RunningGrants:
 
     def _num_own_blocks(self, request_id: RequestId) -> int:
         pool = self.instance.manager.pool
-        return sum(pool.ref_count(block) == 1 for block in self.instance.table(request_id))
+        return sum(pool.ref_count(block) == 1 for block in self.instance.blocks_of(request_id))

@@ -58,13 +58,16 @@ def _check_load_result(instance: Instance, result: LoadResult) -> None:
     load = instance.loads.get(result.request_id)
     if load is None:
         return
-    whole = result.num_computed_tokens % instance.manager.block_tokens == 0
+    whole = result.num_computed_tokens % instance.block_tokens == 0
+    if not instance.takes_partial_loads:
+        whole = result.num_computed_tokens in (load.hit_tokens, load.asked_tokens)
     if not whole or not load.hit_tokens <= result.num_computed_tokens <= load.asked_tokens:
         raise BadInputError(
             f"load result of request {result.request_id} is not what was asked for",
             given=result.num_computed_tokens,
             allowed=f"{load.hit_tokens} to {load.asked_tokens}, in whole blocks of "
-            f"{instance.manager.block_tokens} tokens",
+            f"{instance.block_tokens} tokens; of several groups, or one with a window, one or the "
+            "other",
         )
 
 
@@ -75,8 +78,9 @@ def _check_progress(instance: Instance, progress: Progress, ended_loads: set[Req
     who = f"progress of request {progress.request_id}"
     if progress.request_id in instance.loads and progress.request_id not in ended_loads:
         raise BadInputError(f"{who}: its load has not been reported")
-    block_tokens = instance.manager.block_tokens
-    slots = len(instance.table(progress.request_id)) * block_tokens
+    block_tokens = instance.block_tokens
+    tables = instance.manager.block_table(progress.request_id)
+    slots = min(len(table) for table in tables) * block_tokens
     limit = min(slots, progress.num_tokens)
     if not request.num_computed_tokens <= progress.num_computed_tokens <= limit:
         raise BadInputError(
@@ -95,7 +99,7 @@ def _check_progress(instance: Instance, progress: Progress, ended_loads: set[Req
 
 
 def _check_admission(instance: Instance, ask: AdmitAsk) -> None:
-    block_tokens = instance.manager.block_tokens
+    block_tokens = instance.block_tokens
     if not 1 <= ask.target_tokens <= ask.num_tokens:
         raise BadInputError(
             f"target_tokens of request {ask.request_id}",
@@ -109,7 +113,7 @@ def _check_admission(instance: Instance, ask: AdmitAsk) -> None:
             allowed=f"{ask.num_tokens // block_tokens} hashes",
         )
     _check_target(instance, ask.request_id, ask.target_tokens)
-    needed = -(-ask.target_tokens // block_tokens)
+    needed = instance.manager.max_blocks_held(ask.target_tokens)
     if needed > instance.num_usable_blocks:
         raise NeverFitsError(
             f"request {ask.request_id} can never fit the pool of {instance.info.instance_id}",

@@ -1,6 +1,6 @@
 """Reservations: destination blocks for content that a client is about to store."""
 
-from kvferry.coordinator.instances import GROUP, Instance, Reservation
+from kvferry.coordinator.instances import Instance, Reservation
 from kvferry.coordinator.state import ServiceState
 from kvferry.proto.errors import BadInputError, BusyError, NeverFitsError, NotFoundError
 from kvferry.proto.ids import BlockHash, BlockId
@@ -11,10 +11,17 @@ def reserve(state: ServiceState, instance: Instance, command: Reserve) -> Reserv
     """Reserve a block for every hash the instance does not hold, and keep those it holds.
 
     Raises:
+        BadInputError: the instance has no such group.
         NeverFitsError: more hashes than the pool has blocks.
-        BusyError: not enough free blocks now. Nothing has changed in both cases.
+        BusyError: not enough free blocks now. Nothing has changed in all cases.
 
     """
+    if not 0 <= command.group_id < len(instance.rules):
+        raise BadInputError(
+            f"{instance.info.instance_id} has no such group",
+            given=command.group_id,
+            allowed=f"0 to {len(instance.rules) - 1}",
+        )
     pool = instance.manager.pool
     if len(command.hashes) > instance.num_usable_blocks:
         raise NeverFitsError(
@@ -27,7 +34,7 @@ def reserve(state: ServiceState, instance: Instance, command: Reserve) -> Reserv
     kept: list[BlockId] = []
     missing: dict[BlockHash, BlockId | None] = {}
     for block_hash in dict.fromkeys(command.hashes):
-        held = pool.get_cached_block(block_hash, GROUP)
+        held = pool.get_cached_block(block_hash, command.group_id)
         if held is None:
             missing[block_hash] = None
         else:
@@ -44,7 +51,10 @@ def reserve(state: ServiceState, instance: Instance, command: Reserve) -> Reserv
     block_ids = tuple(missing.pop(block_hash, None) for block_hash in command.hashes)
     reservation_id = state.leases.new_id()
     instance.reservations[reservation_id] = Reservation(
-        hashes=command.hashes, block_ids=block_ids, kept=tuple(kept)
+        group_id=command.group_id,
+        hashes=command.hashes,
+        block_ids=block_ids,
+        kept=tuple(kept),
     )
     return Reserved(reservation_id=reservation_id, block_ids=block_ids)
 
@@ -77,7 +87,7 @@ def end_reservation(instance: Instance, command: EndReservation) -> Done:
         [block for _, block in written],
         0,
         num_written,
-        GROUP,
+        reservation.group_id,
     )
     pool.free_blocks(reversed([*reservation.kept, *(block for _, block in written)]))
     return Done(changed=True)

@@ -108,6 +108,11 @@ class GroupManager(ABC):
         """Return how many tokens, from the first, no later token attends to."""
         return 0
 
+    def max_blocks_held(self, num_tokens: int) -> int:
+        """Return the most blocks of this group that a request of so many tokens holds at once."""
+        whole = -(-num_tokens // self.block_tokens)
+        return whole if self._max_held_blocks is None else min(whole, self._max_held_blocks)
+
     def count_blocks_to_allocate(self, ask: SlotAsk, computed: Sequence[BlockId]) -> int:
         """Return how many free blocks are used up when the slots are granted.
 
@@ -118,8 +123,8 @@ class GroupManager(ABC):
 
         """
         required = -(-ask.slot_tokens // self.block_tokens)
-        if ask.capped and self._max_held_blocks is not None:
-            required = min(required, self._max_held_blocks)
+        if ask.capped:
+            required = self.max_blocks_held(ask.slot_tokens)
         have = len(self._tables.get(ask.request_id, ()))
         if ask.request_id in self._num_cached:
             if computed:
