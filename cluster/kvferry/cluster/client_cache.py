@@ -17,8 +17,9 @@ from kvferry.proto.extra_keys import NO_KEYS, RequestKeys
 from kvferry.proto.hashing import hash_tokens
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import BlockHash, InstanceId
-from kvferry.proto.messages import Holder, Locate, Located, Source
+from kvferry.proto.messages import Holder, Locate, Located
 from kvferry.proto.scheme import HashScheme
+from kvferry.proto.step_messages import Source
 from kvferry.worker.transfer_client import TransferClient
 from kvferry.worker.transfer_wire import make_fetch_ask, make_store_ask
 

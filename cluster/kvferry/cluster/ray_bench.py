@@ -12,8 +12,8 @@ from kvferry.cluster.bench.step_cycle import EPOCH, SCHEME, STEP_BLOCKS, StepCyc
 from kvferry.cluster.ray_handles import RayCoordinator, RayCoordinatorActor, get
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import Epoch
-from kvferry.proto.messages import Step, StepReply
 from kvferry.proto.scheme import HashScheme
+from kvferry.proto.step_messages import Step, StepReply
 
 remote: Any = ray.remote  # its types do not know all options
 START_TIMEOUT_S = 60.0

@@ -10,7 +10,7 @@ from kvferry.coordinator.instances import Instance, LoadInFlight
 from kvferry.coordinator.request_state import RequestState
 from kvferry.coordinator.state import ServiceState
 from kvferry.coordinator.step_outcome import StepOutcome
-from kvferry.proto.messages import AdmitAsk, Load, Scheduled
+from kvferry.proto.step_messages import AdmitAsk, Load, Scheduled
 
 
 def admit_waiting(

@@ -12,12 +12,9 @@ from kvferry.coordinator.cache_specs import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kvferry.coordinator.hit_finders import GroupBlocks
-from kvferry.coordinator.prefix_rules import rules_of
-from kvferry.coordinator.request_state import RequestState
-from kvferry.proto.identity import GroupSpec
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, LeaseId, RequestId
-from kvferry.proto.messages import InstanceInfo, Source
+from kvferry.proto.messages import InstanceInfo
+from kvferry.proto.step_messages import Source
 
 
 @dataclass(slots=True, kw_only=True)

@@ -42,10 +42,10 @@ from kvferry.proto.messages import (
     RenewLease,
     Reply,
     Reserve,
-    Step,
     Tick,
 )
 from kvferry.proto.scheme import HashScheme
+from kvferry.proto.step_messages import Step
 
 # A repeat comes within a call's deadline; at some thousand calls per second this covers seconds.
 _REMEMBERED_REPLIES = 8192

@@ -1,7 +1,8 @@
 """One engine step: reports in, then slots for running requests, then admissions.
 
-The order is the contract of `messages.Step`. Blocks go to running requests first, in the engine's
-order; a load never keeps a running request from growing for longer than its cancellation takes.
+The order is the contract of `step_messages.Step`. Blocks go to running requests first, in the
+engine's order; a load never keeps a running request from growing for longer than its cancellation
+takes.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from kvferry.coordinator.state import ServiceState
 from kvferry.coordinator.step_checks import check_step
 from kvferry.coordinator.step_outcome import StepOutcome
 from kvferry.proto.ids import RequestId
-from kvferry.proto.messages import (
+from kvferry.proto.step_messages import (
     LoadResult,
     Progress,
     Release,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from kvferry.coordinator.instances import Instance
 from kvferry.proto.errors import BadInputError, NeverFitsError, NotFoundError, PromptTooLongError
 from kvferry.proto.ids import RequestId
-from kvferry.proto.messages import AdmitAsk, LoadResult, Progress, Step
+from kvferry.proto.step_messages import AdmitAsk, LoadResult, Progress, Step
 
 
 def check_step(instance: Instance, step: Step) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from kvferry.coordinator.instances import Instance
 from kvferry.proto.ids import Epoch, RequestId
-from kvferry.proto.messages import Load, Scheduled, StepReply
+from kvferry.proto.step_messages import Load, Scheduled, StepReply
 
 # Slots are granted ahead while more than this part of the pool is free (1 / 4): newcomers and
 # growing requests must find blocks without anybody giving way.

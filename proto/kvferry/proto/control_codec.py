@@ -33,9 +33,9 @@ from kvferry.proto.messages import (
     ReleaseLease,
     RenewLease,
     Role,
-    Source,
 )
 from kvferry.proto.scheme import Algorithm, HashScheme, KeyFormat
+from kvferry.proto.step_messages import Source
 from kvferry.proto.v1 import control_pb2 as pb
 
 DIGEST_BYTES = 32

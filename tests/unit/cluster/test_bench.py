@@ -20,7 +20,7 @@ from kvferry.cluster.bench.step_cycle import EPOCH, SCHEME, STEP_BLOCKS, StepCyc
 from kvferry.cluster.bench.vllm_process import running_vllm
 from kvferry.coordinator.service import CoordinatorService
 from kvferry.proto.errors import ConfigError
-from kvferry.proto.messages import StepReply
+from kvferry.proto.step_messages import StepReply
 
 MANY_BLOCKS = 20_000
 

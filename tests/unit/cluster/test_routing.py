@@ -4,7 +4,8 @@ import pytest
 
 from kvferry.cluster.serving.routing import Route, choose_route
 from kvferry.proto.ids import Incarnation, InstanceId
-from kvferry.proto.messages import Holder, Role, Source
+from kvferry.proto.messages import Holder, Role
+from kvferry.proto.step_messages import Source
 
 
 def holder(name: str, role: Role, num_blocks: int) -> Holder:

@@ -16,13 +16,12 @@ from kvferry.proto.ids import Epoch, Incarnation, InstanceId, RequestId
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
     InstanceInfo,
-    LoadResult,
     Locate,
     Located,
     RegisterInstance,
     Role,
-    StepReply,
 )
+from kvferry.proto.step_messages import LoadResult, StepReply
 from kvferry.worker.model.sampling import SamplingParams
 
 BLOCK = 4

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from tests.unit.coordinator.fleet import BLOCK_TOKENS, Fleet, chain
 
 from kvferry.proto.ids import RequestId
-from kvferry.proto.messages import (
+from kvferry.proto.step_messages import (
     AdmitAsk,
     LoadResult,
     Progress,

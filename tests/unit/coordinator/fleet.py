@@ -10,7 +10,6 @@ from kvferry.proto.ids import BlockHash, Epoch, Incarnation, InstanceId, LeaseId
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
     AcquireLease,
-    AdmitAsk,
     CloseHandoff,
     Command,
     Describe,
@@ -20,24 +19,27 @@ from kvferry.proto.messages import (
     EndReservation,
     InstanceInfo,
     Leased,
-    Load,
-    LoadResult,
     Locate,
     Located,
     OpenHandoff,
-    Progress,
     RegisterInstance,
-    Release,
     RemoveInstance,
     Reply,
     Reserve,
     Reserved,
+)
+from kvferry.proto.scheme import HashScheme
+from kvferry.proto.step_messages import (
+    AdmitAsk,
+    Load,
+    LoadResult,
+    Progress,
+    Release,
     RunningAsk,
     Scheduled,
     Step,
     StepReply,
 )
-from kvferry.proto.scheme import HashScheme
 
 BLOCK_TOKENS = 4
 SCHEME = HashScheme(

@@ -13,7 +13,8 @@ from kvferry.proto.errors import (
     StaleError,
 )
 from kvferry.proto.ids import BlockId, Epoch, RequestId
-from kvferry.proto.messages import Load, Scheduled, Step, Tick
+from kvferry.proto.messages import Tick
+from kvferry.proto.step_messages import Load, Scheduled, Step
 
 
 def ids(*numbers: int) -> tuple[BlockId, ...]:

@@ -19,9 +19,9 @@ from kvferry.proto.messages import (
     Located,
     ReleaseLease,
     RenewLease,
-    Source,
 )
 from kvferry.proto.scheme import HashScheme
+from kvferry.proto.step_messages import Source
 from kvferry.proto.v1 import control_pb2 as pb
 
 SCHEME = HashScheme(

@@ -7,14 +7,8 @@ from kvferry.proto.hashing import make_scheme
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import BlockHash, Epoch, Incarnation, InstanceId, RequestId
 from kvferry.proto.layout import Layout
-from kvferry.proto.messages import (
-    AdmitAsk,
-    InstanceInfo,
-    Progress,
-    RegisterInstance,
-    Release,
-    Step,
-)
+from kvferry.proto.messages import InstanceInfo, RegisterInstance
+from kvferry.proto.step_messages import AdmitAsk, Progress, Release, Step
 
 STEP_BLOCKS = 256
 _BLOCK_TOKENS = 16

@@ -27,8 +27,8 @@ from kvferry.proto.ids import (
     LeaseId,
     RequestId,
 )
-from kvferry.proto.messages import LoadResult, Step, StepReply
 from kvferry.proto.scheme import HashScheme
+from kvferry.proto.step_messages import LoadResult, Step, StepReply
 from kvferry.worker.pull import PullOutcome
 
 log = logging.getLogger(__name__)

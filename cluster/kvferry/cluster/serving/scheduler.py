@@ -24,7 +24,8 @@ from kvferry.cluster.serving.requests import (
 from kvferry.cluster.serving.sequence import Run, Sequence
 from kvferry.proto.errors import ConfigError, NeverFitsError, PromptTooLongError
 from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, RequestId
-from kvferry.proto.messages import (
+from kvferry.proto.scheme import HashScheme
+from kvferry.proto.step_messages import (
     AdmitAsk,
     Load,
     LoadResult,
@@ -35,7 +36,6 @@ from kvferry.proto.messages import (
     Step,
     StepReply,
 )
-from kvferry.proto.scheme import HashScheme
 
 Policy = Literal["fcfs", "priority"]
 

@@ -7,8 +7,8 @@ from typing import Literal
 from kvferry.cluster.serving.requests import Accounting, EngineRequest
 from kvferry.proto.hashing import HashChain
 from kvferry.proto.ids import BlockHash, BlockId, RequestId
-from kvferry.proto.messages import Progress
 from kvferry.proto.scheme import HashScheme
+from kvferry.proto.step_messages import Progress
 
 Origin = Literal["local", "remote", "computed"]
 

@@ -1,0 +1,151 @@
+"""What one engine step says to the coordinator, and what it is told to run: frozen values.
+
+The other commands and replies are in `messages`.
+"""
+
+from dataclasses import dataclass
+
+from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, LeaseId, RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the last step wrote for one request.
+
+    Slots of tokens `[0, num_computed_tokens)` are written on every rank. `new_hashes` are the
+    hashes of the full blocks that exist since the last report (their tokens need not be written).
+    """
+
+    request_id: RequestId
+    num_tokens: int
+    num_computed_tokens: int
+    new_hashes: tuple[BlockHash, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """A load has ended and its writer is closed, whatever the outcome.
+
+    `num_computed_tokens`: tokens in place counted from the prompt's start (local hit + whole
+    verified blocks that arrived in order). `error` is None when everything asked for arrived.
+    """
+
+    request_id: RequestId
+    num_computed_tokens: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """A request has ended here; its blocks go back (cached ones stay findable).
+
+    With `handoff`, the blocks of its computed full blocks are leased for the decode side first.
+    """
+
+    request_id: RequestId
+    handoff: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningAsk:
+    """A running request wants its slots extended so that `target_tokens` can be computed."""
+
+    request_id: RequestId
+    target_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmitAsk:
+    """A waiting request wants in.
+
+    `hashes` covers all full blocks of its `num_tokens` known tokens (prompt and, after a
+    preemption or a move, generated ones). Tokens `[0, target_tokens)` are to be computed here.
+    `resumed` marks a request that was preempted or moved: its hits do not count again.
+    """
+
+    request_id: RequestId
+    num_tokens: int
+    target_tokens: int
+    hashes: tuple[BlockHash, ...]
+    resumed: bool = False
+    allow_remote: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One engine step, whatever the number of requests in it.
+
+    The coordinator applies, in order: `load_results`, `progress`, `releases`, then grants slots to
+    `running` (first to last; when blocks run out, loads in flight are cancelled first, then the
+    *last* running request is preempted), then admits `waiting` from the front until one does not
+    fit. The engine expresses its policy (first come first served, priority) by the order alone.
+    """
+
+    call_id: str
+    epoch: Epoch
+    instance_id: InstanceId
+    incarnation: Incarnation
+    load_results: tuple[LoadResult, ...] = ()
+    progress: tuple[Progress, ...] = ()
+    releases: tuple[Release, ...] = ()
+    running: tuple[RunningAsk, ...] = ()
+    waiting: tuple[AdmitAsk, ...] = ()
+    token_budget: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduled:
+    """Run tokens `[num_computed_tokens, num_computed_tokens + num_new_tokens)` of a request now.
+
+    `new_block_ids` are appended to its block table. On admission that is the whole table, of which
+    the first `num_hit_blocks` hold cached content and must not be overwritten.
+    """
+
+    request_id: RequestId
+    num_computed_tokens: int
+    num_new_tokens: int
+    new_block_ids: tuple[BlockId, ...]
+    num_hit_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where blocks can be fetched: an instance in one life, and its transfer address."""
+
+    instance_id: InstanceId
+    incarnation: Incarnation
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A request was admitted; blocks `[num_hit_blocks, num_blocks)` are to be fetched from a peer.
+
+    `block_ids` is the request's whole table so far. The destination blocks are reserved and not
+    findable. The source's blocks are leased for `ttl_s` more seconds. The request joins the running
+    ones once its `LoadResult` has been reported.
+    """
+
+    request_id: RequestId
+    block_ids: tuple[BlockId, ...]
+    num_hit_blocks: int
+    source: Source
+    lease_id: LeaseId
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReply:
+    """What to run in this step.
+
+    `preempted`: these gave all blocks back and go to the head of the waiting queue.
+    `cancel_loads`: stop these loads, wait until their writer is closed, report a `LoadResult`, and
+    treat the request as preempted then (it appears in a later reply's `preempted`).
+    """
+
+    epoch: Epoch
+    scheduled: tuple[Scheduled, ...] = ()
+    loads: tuple[Load, ...] = ()
+    preempted: tuple[RequestId, ...] = ()
+    cancel_loads: tuple[RequestId, ...] = ()
+    num_free_blocks: int
