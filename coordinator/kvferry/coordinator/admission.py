@@ -69,24 +69,22 @@ class _Admission:
         num_new = min(wanted, self.outcome.token_budget)
         if wanted and not num_new:
             return False
-        num_ahead = self.outcome.ahead_tokens(self.instance) if num_new == wanted else 0
-        granted = self.instance.manager.allocate_slots(
+        granted = self.outcome.grant(
+            self.instance,
             request,
             num_new,
-            num_new_computed_tokens=hit.num_tokens,
-            new_computed_blocks=hit.blocks,
-            num_lookahead_tokens=num_ahead,
-            delay_cache_blocks=True,
+            reaches_target=num_new == wanted,
+            hit_tokens=hit.num_tokens,
+            hit_blocks=hit.blocks,
         )
         if granted is None:
             return False
         self._enter(ask, request, hit)
-        self.outcome.token_budget -= num_new
         self.outcome.scheduled.append(
             Scheduled(
                 request_id=ask.request_id,
                 num_computed_tokens=hit.num_tokens,
-                granted_tokens=self.instance.granted_tokens(hit.num_tokens + num_new + num_ahead),
+                granted_tokens=granted[1],
                 new_block_ids=self.instance.tables(ask.request_id),
                 num_hit_blocks=hit.num_tokens // self.instance.block_tokens,
             )

@@ -12,6 +12,10 @@ from kvferry.coordinator.cache_specs import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from kvferry.coordinator.hit_finders import GroupBlocks
+from kvferry.coordinator.prefix_rules import rules_of
+from kvferry.coordinator.request_state import RequestState
+from kvferry.proto.identity import GroupSpec
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, LeaseId, RequestId
 from kvferry.proto.messages import InstanceInfo
 from kvferry.proto.step_messages import Source
@@ -96,10 +100,6 @@ class Instance:
     def takes_partial_loads(self) -> bool:
         """Whether a load that ended early is of use: its blocks are a prefix of every group's."""
         return len(self.rules) == 1 and self.rules[0].needs_all
-
-    def granted_tokens(self, num_tokens: int) -> int:
-        """Return how far a request that has slots for so many tokens may compute."""
-        return min(num_tokens, self.manager.max_model_len)
 
     def tables(self, request_id: RequestId) -> tuple[tuple[BlockId, ...], ...]:
         """Return a request's blocks per group in order of its tokens, null where one is skipped."""

@@ -50,9 +50,7 @@ def rules_of(identity: Identity, block_tokens: int) -> tuple[PrefixRule, ...]:
     )
 
 
-def masks_of_prefixes(
-    masks: Sequence[int], rule: PrefixRule, everyone: int
-) -> Iterator[int]:
+def masks_of_prefixes(masks: Sequence[int], rule: PrefixRule, everyone: int) -> Iterator[int]:
     """Yield for each prefix of 1, 2, ... blocks the members for which it is usable in a group.
 
     `masks[i]` are the members that hold block i, one bit each; `everyone` has all bits. Each mask

@@ -45,6 +45,8 @@ def apply_step(
         _follow(state, instance, progress)
     for release in step.releases:
         _release(state, instance, release, outcome, now)
+    # What was reported is written: states among it may be hit from here on.
+    instance.manager.start_step()
     running = _RunningGrants(state, instance, outcome)
     running.grant([ask for ask in step.running if ask.request_id in instance.requests])
     # Whoever gave way in this step must not lose its blocks to a newcomer.
@@ -183,23 +185,21 @@ class _RunningGrants:
         num_new = min(wanted, self.outcome.token_budget)
         if wanted and not num_new:
             return 0
-        new: GroupBlocks | None = ()
-        num_ahead = self.outcome.ahead_tokens(self.instance) if num_new == wanted else 0
-        if num_new or num_ahead:
-            manager = self.instance.manager
-            new = manager.allocate_slots(
-                request, num_new, num_lookahead_tokens=num_ahead, delay_cache_blocks=True
+        blocks: GroupBlocks = tuple(() for _ in self.instance.rules)
+        end = request.num_computed_tokens
+        if num_new:
+            granted = self.outcome.grant(
+                self.instance, request, num_new, reaches_target=num_new == wanted
             )
-            if new is None:
-                return manager.count_missing_blocks(request, num_new)
-        self.outcome.token_budget -= num_new
-        granted = request.num_computed_tokens + num_new + num_ahead
+            if granted is None:
+                return self.instance.manager.count_missing_blocks(request, num_new)
+            blocks, end = granted
         self.outcome.scheduled.append(
             Scheduled(
                 request_id=ask.request_id,
                 num_computed_tokens=request.num_computed_tokens,
-                granted_tokens=self.instance.granted_tokens(granted),
-                new_block_ids=tuple(tuple(blocks) for blocks in new),
+                granted_tokens=end,
+                new_block_ids=tuple([tuple(new) for new in blocks]),
             )
         )
         return 0

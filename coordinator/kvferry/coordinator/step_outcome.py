@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from kvferry.coordinator.hit_finders import GroupBlocks
 from kvferry.coordinator.instances import Instance
+from kvferry.coordinator.request_state import RequestState
 from kvferry.proto.ids import Epoch, RequestId
 from kvferry.proto.step_messages import Load, Scheduled, StepReply
 
@@ -25,10 +27,47 @@ class StepOutcome:
     preempted: list[RequestId] = field(default_factory=list)
     cancel_loads: list[RequestId] = field(default_factory=list)
 
-    def ahead_tokens(self, instance: Instance) -> int:
-        """Return how many slots to grant ahead: none when that could cost others their blocks."""
+    def grant(
+        self,
+        instance: Instance,
+        request: RequestState,
+        num_new_tokens: int,
+        *,
+        reaches_target: bool,
+        hit_tokens: int = 0,
+        hit_blocks: GroupBlocks | None = None,
+    ) -> tuple[GroupBlocks, int] | None:
+        """Grant slots for new tokens, and ahead of a reached target where blocks are plenty.
+
+        Returns:
+            The blocks added for new tokens per group, and up to which token there are slots; None
+            when the pool is too full. Then nothing is granted.
+
+        """
+        start = request.num_computed_tokens + hit_tokens
+        for num_ahead in self._ahead_choices(instance, reaches_target):
+            new = instance.manager.allocate_slots(
+                request,
+                num_new_tokens,
+                num_new_computed_tokens=hit_tokens,
+                new_computed_blocks=hit_blocks,
+                num_lookahead_tokens=num_ahead,
+                delay_cache_blocks=True,
+            )
+            if new is not None:
+                self.token_budget -= num_new_tokens
+                return new, min(start + num_new_tokens + num_ahead, instance.manager.max_model_len)
+        return None
+
+    def _ahead_choices(self, instance: Instance, reaches_target: bool) -> tuple[int, ...]:
         plenty = instance.num_usable_blocks // _PLENTY
-        return self.max_ahead_tokens if instance.manager.pool.num_free_blocks > plenty else 0
+        if (
+            reaches_target
+            and self.max_ahead_tokens
+            and instance.manager.pool.num_free_blocks > plenty
+        ):
+            return self.max_ahead_tokens, 0
+        return (0,)
 
     def reply(self, epoch: Epoch, num_free_blocks: int) -> StepReply:
         """Return the decisions as the engine gets them."""

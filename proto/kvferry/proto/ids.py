@@ -28,6 +28,9 @@ Epoch = NewType("Epoch", int)
 """One life of the coordinator; larger is later."""
 
 NULL_BLOCK = BlockId(0)
+FIRST_GROUP = GroupId(0)
+"""The only group of most models."""
+
 GROUP_ID_BYTES = 4
 HASH_SIZES_BYTES = (16, 32)
 

@@ -13,7 +13,17 @@ from typing import Literal, TypeVar
 
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.identity import Identity
-from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, LeaseId, RequestId
+from kvferry.proto.ids import (
+    FIRST_GROUP,
+    BlockHash,
+    BlockId,
+    Epoch,
+    GroupId,
+    Incarnation,
+    InstanceId,
+    LeaseId,
+    RequestId,
+)
 from kvferry.proto.layout import Layout
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import Source, Step, StepReply
@@ -27,6 +37,8 @@ class InstanceInfo:
 
     `num_blocks` includes the null block. `address` is `host:port` of its transfer server
     (rank 0's; one rank per instance today). `max_model_len` is in tokens, 0 for a store.
+    `max_in_flight_tokens`: most tokens of one request that are computed in one step; it bounds the
+    blocks that a group with a window holds (0: not told).
     """
 
     instance_id: InstanceId
@@ -38,6 +50,7 @@ class InstanceInfo:
     num_blocks: int
     address: str
     max_model_len: int
+    max_in_flight_tokens: int = 0
     rank_pids: tuple[int, ...]
     version: str
 
@@ -147,6 +160,7 @@ class Reserve:
     """A worker asks for destination blocks for content that a client is about to store.
 
     Hashes the instance already holds are left out: `Reserved.block_ids[i]` is None for them.
+    All blocks are of one group.
     """
 
     call_id: str
@@ -154,6 +168,7 @@ class Reserve:
     instance_id: InstanceId
     incarnation: Incarnation
     hashes: tuple[BlockHash, ...]
+    group_id: GroupId = FIRST_GROUP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

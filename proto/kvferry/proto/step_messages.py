@@ -10,7 +10,7 @@ from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What the last step wrote for one request.
+    """What was written for one request since the last report.
 
     Slots of tokens `[0, num_computed_tokens)` are written on every rank. `new_hashes` are the
     hashes of the full blocks that exist since the last report (their tokens need not be written).
@@ -28,6 +28,10 @@ class LoadResult:
 
     `num_computed_tokens`: tokens in place counted from the prompt's start (local hit + whole
     verified blocks that arrived in order). `error` is None when everything asked for arrived.
+
+    With one group of full attention a part of what was asked for is of use. With other groups a
+    part is not: report the hit's tokens then. The request gives its blocks back, is named in
+    `preempted`, and is better asked for with `allow_remote=False` the next time.
     """
 
     request_id: RequestId
@@ -79,6 +83,10 @@ class Step:
     `running` (first to last; when blocks run out, loads in flight are cancelled first, then the
     *last* running request is preempted), then admits `waiting` from the front until one does not
     fit. The engine expresses its policy (first come first served, priority) by the order alone.
+
+    `token_budget`: tokens that may be computed in this step, over all requests. `ahead_tokens`:
+    slots that a request would like beyond its target, so that the tokens it generates next need no
+    call; granted while blocks are plenty.
     """
 
     call_id: str
@@ -91,20 +99,24 @@ class Step:
     running: tuple[RunningAsk, ...] = ()
     waiting: tuple[AdmitAsk, ...] = ()
     token_budget: int
+    ahead_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduled:
-    """Run tokens `[num_computed_tokens, num_computed_tokens + num_new_tokens)` of a request now.
+    """A request may compute its tokens `[num_computed_tokens, granted_tokens)`: it has the slots.
 
-    `new_block_ids` are appended to its block table. On admission that is the whole table, of which
-    the first `num_hit_blocks` hold cached content and must not be overwritten.
+    Beyond the tokens that exist now, these are slots granted ahead: as tokens are generated they
+    may be computed without asking. `new_block_ids` are appended to the block table of each group.
+    On admission they are the whole tables, of which the first `num_hit_blocks` positions of every
+    group hold cached content and must not be overwritten. A position that no later token of its
+    group attends to holds the null block.
     """
 
     request_id: RequestId
     num_computed_tokens: int
-    num_new_tokens: int
-    new_block_ids: tuple[BlockId, ...]
+    granted_tokens: int
+    new_block_ids: tuple[tuple[BlockId, ...], ...]
     num_hit_blocks: int = 0
 
 
@@ -119,15 +131,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A request was admitted; blocks `[num_hit_blocks, num_blocks)` are to be fetched from a peer.
+    """A request was admitted; what lies after block `num_hit_blocks` is to come from a peer.
 
-    `block_ids` is the request's whole table so far. The destination blocks are reserved and not
-    findable. The source's blocks are leased for `ttl_s` more seconds. The request joins the running
-    ones once its `LoadResult` has been reported.
+    `block_ids` are the request's whole tables so far, one per group and equally long; where a
+    group's table holds the null block, it needs nothing. The destination blocks are reserved and
+    not findable. The source's blocks are leased for `ttl_s` more seconds. The request joins the
+    running ones once its `LoadResult` has been reported.
     """
 
     request_id: RequestId
-    block_ids: tuple[BlockId, ...]
+    block_ids: tuple[tuple[BlockId, ...], ...]
     num_hit_blocks: int
     source: Source
     lease_id: LeaseId

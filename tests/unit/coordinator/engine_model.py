@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from tests.unit.coordinator.fleet import BLOCK_TOKENS, Fleet, chain
+from tests.unit.coordinator.fleet import BLOCK_TOKENS, Fleet, chain, num_granted
 
 from kvferry.proto.ids import RequestId
 from kvferry.proto.step_messages import (
@@ -29,7 +29,7 @@ class Loading:
 class Running:
     ask: AdmitAsk
     num_computed: int
-    num_scheduled: int = 0
+    granted: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Behaviour:
 
     budget: int = 100
     grow: bool = True
+    ahead: int = 0
     finish: bool = False
     handoff: bool = False
     end: frozenset[int] = frozenset()
@@ -51,6 +52,7 @@ class EngineModel:
     waiting: list[AdmitAsk] = field(default_factory=list)
     running: dict[RequestId, Running] = field(default_factory=dict)
     loading: dict[RequestId, Loading] = field(default_factory=dict)
+    partial_loads: bool = True
 
     def step(self, fleet: Fleet, name: str, does: Behaviour) -> None:
         """Report, ask, and take the reply in."""
@@ -69,9 +71,10 @@ class EngineModel:
                 for request_id, running in self.running.items()
             ),
             waiting=tuple(self.waiting),
+            ahead_tokens=does.ahead,
         )
         assert set(reply.cancel_loads) <= cancelled_before
-        assert sum(s.num_new_tokens for s in reply.scheduled) <= does.budget
+        assert sum(num_granted(s) - does.ahead for s in reply.scheduled) <= does.budget
         if reply.preempted or reply.cancel_loads:
             assert reply.loads == ()
         self._take(reply)
@@ -83,6 +86,8 @@ class EngineModel:
             load = self.loading.pop(request_id)
             computed = min(load.hit_tokens + num_arrived * BLOCK_TOKENS, load.asked_tokens)
             error = None if computed == load.asked_tokens else "short"
+            if error and not self.partial_loads:
+                computed = load.hit_tokens
             results.append(
                 LoadResult(request_id=request_id, num_computed_tokens=computed, error=error)
             )
@@ -93,19 +98,21 @@ class EngineModel:
     def _write(self, grow: bool) -> tuple[Progress, ...]:
         progress = []
         for request_id, running in self.running.items():
-            if not running.num_scheduled:
+            if running.granted <= running.num_computed:
                 continue
-            running.num_computed += running.num_scheduled
-            running.num_scheduled = 0
-            ask, old_hashes = running.ask, len(running.ask.hashes)
-            if grow and running.num_computed == ask.num_tokens < MAX_TOKENS:
-                running.ask = ask = _one_token_more(ask)
+            old_hashes = len(running.ask.hashes)
+            # Whatever has slots is computed without a call, tokens generated on the way as well.
+            while running.num_computed < min(running.granted, running.ask.num_tokens):
+                running.num_computed = min(running.granted, running.ask.num_tokens)
+                ask = running.ask
+                if grow and running.num_computed == ask.num_tokens < MAX_TOKENS:
+                    running.ask = _one_token_more(ask)
             progress.append(
                 Progress(
                     request_id=request_id,
-                    num_tokens=ask.num_tokens,
+                    num_tokens=running.ask.num_tokens,
                     num_computed_tokens=running.num_computed,
-                    new_hashes=ask.hashes[old_hashes:],
+                    new_hashes=running.ask.hashes[old_hashes:],
                 )
             )
         return tuple(progress)
@@ -126,12 +133,15 @@ class EngineModel:
 
     def _take(self, reply: StepReply) -> None:
         for request_id in reply.preempted:
-            self.waiting.insert(0, replace(self.running.pop(request_id).ask, resumed=True))
+            ask = self.running.pop(request_id).ask
+            self.waiting.insert(0, replace(ask, resumed=True))
         asks = {ask.request_id: ask for ask in self.waiting}
         for load in reply.loads:
-            assert len(set(load.block_ids)) == len(load.block_ids)
+            used = [block for table in load.block_ids for block in table if block]
+            assert len(set(used)) == len(used)
             hit_tokens = load.num_hit_blocks * BLOCK_TOKENS
-            asked_tokens = len(load.block_ids) * BLOCK_TOKENS
+            (num_blocks,) = {len(table) for table in load.block_ids}
+            asked_tokens = num_blocks * BLOCK_TOKENS
             assert hit_tokens < asked_tokens < asks[load.request_id].num_tokens
             self.loading[load.request_id] = Loading(asks[load.request_id], hit_tokens, asked_tokens)
         for scheduled in reply.scheduled:
@@ -141,7 +151,7 @@ class EngineModel:
                 )
             running = self.running[scheduled.request_id]
             assert running.num_computed == scheduled.num_computed_tokens
-            running.num_scheduled = scheduled.num_new_tokens
+            running.granted = scheduled.granted_tokens
         admitted = {load.request_id for load in reply.loads}
         admitted |= {scheduled.request_id for scheduled in reply.scheduled}
         self.waiting = [ask for ask in self.waiting if ask.request_id not in admitted]

@@ -6,7 +6,16 @@ from typing import Any, TypeVar
 
 from kvferry.coordinator.service import CoordinatorService
 from kvferry.proto.identity import GroupSpec, Identity
-from kvferry.proto.ids import BlockHash, Epoch, Incarnation, InstanceId, LeaseId, RequestId
+from kvferry.proto.ids import (
+    BlockHash,
+    BlockId,
+    Epoch,
+    GroupId,
+    Incarnation,
+    InstanceId,
+    LeaseId,
+    RequestId,
+)
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
     AcquireLease,
@@ -59,6 +68,16 @@ IDENTITY = Identity(
     num_kv_heads=1,
     head_size=8,
     groups=(GroupSpec(kind="full", layers=(0,)),),
+)
+HYBRID = replace(
+    IDENTITY,
+    num_layers=4,
+    groups=(
+        GroupSpec(kind="full", layers=(0,)),
+        GroupSpec(kind="sliding_window", layers=(1,), window_tokens=2 * BLOCK_TOKENS + 1),
+        GroupSpec(kind="chunked_local", layers=(2,), chunk_tokens=2 * BLOCK_TOKENS),
+        GroupSpec(kind="mamba", layers=(3,), state_bytes=8),
+    ),
 )
 R = TypeVar("R", bound=Reply)
 
@@ -120,10 +139,30 @@ def runs(name: str, target_tokens: int) -> RunningAsk:
     return RunningAsk(request_id=RequestId(name), target_tokens=target_tokens)
 
 
+def num_granted(scheduled: Scheduled) -> int:
+    """Return how many tokens may be computed."""
+    return scheduled.granted_tokens - scheduled.num_computed_tokens
+
+
+def new_blocks(scheduled: Scheduled) -> tuple[BlockId, ...]:
+    """Return the blocks that were added in the only group."""
+    (blocks,) = scheduled.new_block_ids
+    return blocks
+
+
+def load_blocks(load: Load) -> tuple[BlockId, ...]:
+    """Return the table of the only group."""
+    (blocks,) = load.block_ids
+    return blocks
+
+
 class Fleet:
     """One service under test, with its time in seconds."""
 
-    def __init__(self, *, check_invariants: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, *, identity: Identity = IDENTITY, check_invariants: bool = True, **settings: Any
+    ) -> None:
+        self.identity = identity
         self.service = CoordinatorService(
             scheme=SCHEME, epoch=Epoch(1), check_invariants=check_invariants, **settings
         )
@@ -145,7 +184,8 @@ class Fleet:
         return reply
 
     def register(self, name: str, num_blocks: int = 10, **changes: Any) -> None:
-        self.send(RegisterInstance(call_id=self.call_id(), info=info(name, num_blocks, **changes)))
+        made = info(name, num_blocks, **{"identity": self.identity, **changes})
+        self.send(RegisterInstance(call_id=self.call_id(), info=made))
 
     def remove(self, name: str, incarnation: int = 1) -> bool:
         command = RemoveInstance(
@@ -191,26 +231,29 @@ class Fleet:
         self.step(name, releases=(release(request),))
 
     def locate(self, text: str) -> dict[str, int]:
-        located = self.ask(Locate(identity_digest=IDENTITY.digest(), hashes=chain(text)), Located)
+        located = self.ask(
+            Locate(identity_digest=self.identity.digest(), hashes=chain(text)), Located
+        )
         return {holder.source.instance_id: holder.num_blocks for holder in located.holders}
 
     def lease(self, text: str, ttl_s: float = 10.0, at: str | None = None) -> Leased:
         command = AcquireLease(
             call_id=self.call_id(),
-            identity_digest=IDENTITY.digest(),
+            identity_digest=self.identity.digest(),
             hashes=chain(text),
             ttl_s=ttl_s,
             instance_id=InstanceId(at) if at else None,
         )
         return self.ask(command, Leased)
 
-    def reserve(self, name: str, text: str) -> Reserved:
+    def reserve(self, name: str, text: str, group: int = 0) -> Reserved:
         command = Reserve(
             call_id=self.call_id(),
             epoch=Epoch(1),
             instance_id=InstanceId(name),
             incarnation=Incarnation(1),
             hashes=chain(text),
+            group_id=GroupId(group),
         )
         return self.ask(command, Reserved)
 

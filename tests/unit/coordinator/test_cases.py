@@ -2,7 +2,17 @@
 
 import pytest
 from tests.unit.coordinator.caches import full_cache
-from tests.unit.coordinator.fleet import Fleet, admit, chain, loaded, release, runs, wrote
+from tests.unit.coordinator.fleet import (
+    Fleet,
+    admit,
+    chain,
+    loaded,
+    new_blocks,
+    num_granted,
+    release,
+    runs,
+    wrote,
+)
 
 from kvferry.coordinator.block_pool import BlockPool
 from kvferry.coordinator.cache_manager import CacheManager
@@ -171,7 +181,7 @@ def test_b39_late_completions_free_once_and_are_ignored_after_that(order: str, t
     assert fleet.describe().counters["ignored_messages"] == 2 * times - 1
     fleet.step("d", progress=(wrote("r", 8, 9),))
     assert fleet.describe().counters["ignored_messages"] == 2 * times
-    assert fleet.admit("d", admit("s", "q")).num_new_tokens == 5
+    assert num_granted(fleet.admit("d", admit("s", "q"))) == 5
 
 
 def test_b39_the_blocks_stay_while_the_other_transfer_still_runs() -> None:
@@ -245,9 +255,9 @@ def test_b50_a_request_that_can_never_fit_is_refused_at_once_and_blocks_nobody()
     never = admit("r0", "wxyz", extra_tokens=0)
     with pytest.raises(NeverFitsError, match="needed_blocks=4, have_blocks=3"):
         fleet.step("w", waiting=(never, admit("r1", "q", extra_tokens=0)))
-    assert fleet.admit("w", admit("r1", "q", extra_tokens=0)).num_new_tokens == 4
+    assert num_granted(fleet.admit("w", admit("r1", "q", extra_tokens=0))) == 4
     fleet.register("w5", num_blocks=5, max_model_len=16)
-    assert fleet.admit("w5", never).num_new_tokens == 16
+    assert num_granted(fleet.admit("w5", never)) == 16
 
 
 def test_b50_growth_never_asks_for_more_than_the_models_limit() -> None:
@@ -258,4 +268,4 @@ def test_b50_growth_never_asks_for_more_than_the_models_limit() -> None:
         fleet.step("w", running=(runs("r", 17),))
     new_hash = BlockHash(b"n" * 32)
     reply = fleet.step("w", progress=(wrote("r", 15, 16, (new_hash,)),), running=(runs("r", 16),))
-    assert [(s.num_new_tokens, s.new_block_ids) for s in reply.scheduled] == [(1, ())]
+    assert [(num_granted(s), new_blocks(s)) for s in reply.scheduled] == [(1, ())]

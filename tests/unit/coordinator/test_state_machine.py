@@ -7,10 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.unit.coordinator.engine_model import Behaviour, EngineModel
-from tests.unit.coordinator.fleet import Fleet, admit
+from tests.unit.coordinator.fleet import BLOCK_TOKENS, HYBRID, IDENTITY, Fleet, admit, chain
 
+from kvferry.coordinator.request_state import RequestState
 from kvferry.proto.errors import BusyError, NotFoundError
-from kvferry.proto.ids import InstanceId, LeaseId
+from kvferry.proto.ids import InstanceId, LeaseId, RequestId
 from kvferry.proto.messages import ReleaseLease, RenewLease, Tick
 
 NAMES = ("a", "b", "c")
@@ -22,6 +23,7 @@ behaviours = st.builds(
     Behaviour,
     budget=st.sampled_from([100, 6, 3, 0]),
     grow=st.sampled_from([True, True, False]),
+    ahead=st.sampled_from([0, 0, 5]),
     handoff=st.booleans(),
     end=st.frozensets(st.integers(0, 9), max_size=1),
     arrived=st.lists(st.sampled_from([9, 1, 0]), max_size=2).map(tuple),
@@ -29,9 +31,12 @@ behaviours = st.builds(
 
 
 class ServiceMachine(RuleBasedStateMachine):
+    identity = IDENTITY
+    num_blocks = NUM_BLOCKS
+
     def __init__(self) -> None:
         super().__init__()
-        self.fleet = Fleet(step_lease_s=5.0, lease_cap_s=20.0)
+        self.fleet = Fleet(identity=self.identity, step_lease_s=5.0, lease_cap_s=20.0)
         self.engines: dict[str, EngineModel] = {}
         self.lives: Counter[str] = Counter()
         self.reservations: list[tuple[str, LeaseId, int]] = []
@@ -89,12 +94,18 @@ class ServiceMachine(RuleBasedStateMachine):
             except NotFoundError:
                 assert lease_id not in self._live_leases()
 
-    @rule(name=names, text=texts, written=st.integers(0, 4), end=st.booleans())
-    def store(self, name: str, text: str, written: int, end: bool) -> None:
+    @rule(
+        name=names,
+        text=texts,
+        written=st.integers(0, 4),
+        end=st.booleans(),
+        number=st.integers(0, 3),
+    )
+    def store(self, name: str, text: str, written: int, end: bool, number: int) -> None:
         if self.lives[name] == 1:
             # A pool that is too full refuses and, as the checks show, changes nothing.
             with contextlib.suppress(BusyError):
-                reserved = self.fleet.reserve(name, text)
+                reserved = self.fleet.reserve(name, text, number % len(self.identity.groups))
                 self.reservations.append((name, reserved.reservation_id, len(text)))
         if end and self.reservations:
             self._end_reservation(written)
@@ -114,6 +125,20 @@ class ServiceMachine(RuleBasedStateMachine):
             assert set(instance.requests) == {*engine.running, *engine.loading}
             assert set(instance.loads) == set(engine.loading)
 
+    @invariant()
+    def whoever_asks_finds_what_the_pool_itself_would_hit(self) -> None:
+        for text in ("xyzw", "pq"):
+            located = self.fleet.locate(text)
+            for name in self.engines:
+                manager = self.fleet.service.state.instances[InstanceId(name)].manager
+                request = RequestState(
+                    request_id=RequestId("probe"),
+                    num_tokens=len(text) * BLOCK_TOKENS + 1,
+                    hashes=list(chain(text)),
+                )
+                _, num_tokens = manager.get_computed_blocks(request)
+                assert located[name] * BLOCK_TOKENS == num_tokens
+
     def teardown(self) -> None:
         """Left alone, every request ends, and all blocks are free then."""
         while self.reservations:
@@ -128,14 +153,14 @@ class ServiceMachine(RuleBasedStateMachine):
         self.fleet.now += 100.0
         self.fleet.send(Tick())
         for name in self.engines:
-            assert self.fleet.num_free(name) == NUM_BLOCKS - 1
+            assert self.fleet.num_free(name) == self.num_blocks - 1
         assert self.fleet.describe().num_leases == 0
         assert self.fleet.describe().num_handoffs == 0
 
     def _register(self, name: str) -> None:
         self.lives[name] += 1
-        self.fleet.register(name, num_blocks=NUM_BLOCKS, incarnation=self.lives[name])
-        self.engines[name] = EngineModel()
+        self.fleet.register(name, num_blocks=self.num_blocks, incarnation=self.lives[name])
+        self.engines[name] = EngineModel(partial_loads=len(self.identity.groups) == 1)
         self.reservations = [kept for kept in self.reservations if kept[0] != name]
 
     def _queue(self, name: str, new: list[str], remote: bool) -> None:
@@ -152,5 +177,14 @@ class ServiceMachine(RuleBasedStateMachine):
         return [lease.lease_id for lease in self.fleet.service.state.leases.live()]
 
 
+class HybridMachine(ServiceMachine):
+    """The same with four groups: full, sliding window, chunked local and a recurrent state."""
+
+    identity = HYBRID
+    num_blocks = 4 * NUM_BLOCKS
+
+
+TestHybrid = HybridMachine.TestCase
+TestHybrid.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
 TestService = ServiceMachine.TestCase
 TestService.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)

@@ -3,7 +3,18 @@
 from typing import Any
 
 import pytest
-from tests.unit.coordinator.fleet import Fleet, admit, chain, loaded, release, runs, wrote
+from tests.unit.coordinator.fleet import (
+    Fleet,
+    admit,
+    chain,
+    load_blocks,
+    loaded,
+    new_blocks,
+    num_granted,
+    release,
+    runs,
+    wrote,
+)
 
 from kvferry.proto.errors import (
     BadInputError,
@@ -33,8 +44,8 @@ def test_a_first_admission_gets_its_whole_table_and_all_its_tokens(fleet: Fleet)
     assert fleet.admit("a", admit("r", "xy")) == Scheduled(
         request_id=RequestId("r"),
         num_computed_tokens=0,
-        num_new_tokens=9,
-        new_block_ids=ids(1, 2, 3),
+        granted_tokens=9,
+        new_block_ids=(ids(1, 2, 3),),
         num_hit_blocks=0,
     )
 
@@ -51,37 +62,37 @@ def test_blocks_become_findable_only_when_they_are_reported_written(fleet: Fleet
 def test_a_cached_prefix_is_hit_and_shared(fleet: Fleet) -> None:
     fleet.compute("a", admit("r", "xy"))
     scheduled = fleet.admit("a", admit("s", "xyz"))
-    assert scheduled.new_block_ids == (1, 2, 4, 5)
+    assert new_blocks(scheduled) == (1, 2, 4, 5)
     assert (scheduled.num_computed_tokens, scheduled.num_hit_blocks) == (8, 2)
-    assert scheduled.num_new_tokens == 5
+    assert num_granted(scheduled) == 5
     assert fleet.describe().counters["local_hit_tokens"] == 8
 
 
 def test_the_last_token_is_always_computed(fleet: Fleet) -> None:
     fleet.cache("a", "xy")
     scheduled = fleet.admit("a", admit("s", "xy", extra_tokens=0))
-    assert (scheduled.num_computed_tokens, scheduled.num_new_tokens) == (4, 4)
+    assert (scheduled.num_computed_tokens, num_granted(scheduled)) == (4, 4)
 
 
 def test_a_target_that_hits_cover_is_scheduled_with_nothing_to_compute(fleet: Fleet) -> None:
     fleet.cache("a", "xyz")
     scheduled = fleet.admit("a", admit("s", "xyz", target_tokens=8))
-    assert scheduled.new_block_ids == (1, 2)
-    assert (scheduled.num_computed_tokens, scheduled.num_new_tokens) == (8, 0)
+    assert new_blocks(scheduled) == (1, 2)
+    assert (scheduled.num_computed_tokens, num_granted(scheduled)) == (8, 0)
 
 
 def test_the_token_budget_is_shared_running_requests_first(fleet: Fleet) -> None:
     fleet.compute("a", admit("r", "x"))
     reply = fleet.step("a", 6, running=(runs("r", 7),), waiting=(admit("s", "pq"), admit("t", "v")))
-    granted = {s.request_id: s.num_new_tokens for s in reply.scheduled}
+    granted = {s.request_id: num_granted(s) for s in reply.scheduled}
     assert granted == {"r": 2, "s": 4}
     again = fleet.step("a", 6, progress=(wrote("s", 4, 9),), running=(runs("s", 9),))
     assert again.scheduled == (
         Scheduled(
             request_id=RequestId("s"),
             num_computed_tokens=4,
-            num_new_tokens=5,
-            new_block_ids=ids(4, 5),
+            granted_tokens=9,
+            new_block_ids=(ids(4, 5),),
         ),
     )
 
@@ -90,9 +101,9 @@ def test_growing_hands_out_only_the_added_blocks(fleet: Fleet) -> None:
     fleet.admit("a", admit("r", "x", extra_tokens=3))
     progress = wrote("r", 7, 8, chain("xy")[1:])
     (first,) = fleet.step("a", progress=(progress,), running=(runs("r", 8),)).scheduled
-    assert (first.num_computed_tokens, first.num_new_tokens, first.new_block_ids) == (7, 1, ())
+    assert (first.num_computed_tokens, num_granted(first), new_blocks(first)) == (7, 1, ())
     (second,) = fleet.step("a", progress=(wrote("r", 8, 9),), running=(runs("r", 9),)).scheduled
-    assert second.new_block_ids == (3,)
+    assert new_blocks(second) == (3,)
     assert fleet.locate("xy")["a"] == 2
 
 
@@ -102,7 +113,7 @@ def test_a_longer_prefix_of_a_peer_becomes_a_load_beyond_the_local_hit(fleet: Fl
     load = fleet.admit_load("b", admit("r", "xyz"))
     assert load == Load(
         request_id=RequestId("r"),
-        block_ids=ids(1, 2, 3),
+        block_ids=(ids(1, 2, 3),),
         num_hit_blocks=1,
         source=load.source,
         lease_id=load.lease_id,
@@ -119,7 +130,7 @@ def test_a_whole_load_makes_blocks_findable_and_ends_the_lease(fleet: Fleet) -> 
     fleet.admit_load("b", admit("r", "xyz"))
     reply = fleet.step("b", load_results=(loaded("r", 12),), running=(runs("r", 13),))
     (scheduled,) = reply.scheduled
-    assert (scheduled.num_computed_tokens, scheduled.num_new_tokens) == (12, 1)
+    assert (scheduled.num_computed_tokens, num_granted(scheduled)) == (12, 1)
     assert fleet.locate("xyz") == {"a": 3, "b": 3}
     assert fleet.num_free("a") == 9
     assert fleet.describe().counters["remote_hit_tokens"] == 12
@@ -130,9 +141,9 @@ def test_a_short_load_counts_what_arrived_and_the_rest_is_computed(fleet: Fleet)
     load = fleet.admit_load("b", admit("r", "xyz"))
     reply = fleet.step("b", load_results=(loaded("r", 4, "source died"),), running=(runs("r", 13),))
     (scheduled,) = reply.scheduled
-    assert (scheduled.num_computed_tokens, scheduled.num_new_tokens) == (4, 9)
-    assert len(load.block_ids) == 3
-    assert len(scheduled.new_block_ids) == 1
+    assert (scheduled.num_computed_tokens, num_granted(scheduled)) == (4, 9)
+    assert len(load_blocks(load)) == 3
+    assert len(new_blocks(scheduled)) == 1
     assert fleet.locate("xyz")["b"] == 1
     assert fleet.describe().counters["failed_loads"] == 1
 
@@ -207,8 +218,8 @@ def test_a_load_is_cancelled_before_a_running_request_is_preempted() -> None:
         Scheduled(
             request_id=RequestId("s"),
             num_computed_tokens=7,
-            num_new_tokens=0,
-            new_block_ids=(),
+            granted_tokens=7,
+            new_block_ids=((),),
         ),
     )
     # The writer is still open: r waits, nobody is preempted, nobody is admitted.
@@ -313,7 +324,7 @@ def test_nobody_is_admitted_while_a_running_request_waits_for_a_cancelled_load()
     reply = fleet.step("b", running=(runs("r", 13),), waiting=(admit("t", ""),))
     assert (reply.scheduled, reply.preempted, reply.num_free_blocks) == ((), (), 1)
     closed = fleet.step("b", load_results=(loaded("l", 0),), running=(runs("r", 13),))
-    assert [len(s.new_block_ids) for s in closed.scheduled] == [2]
+    assert [len(new_blocks(s)) for s in closed.scheduled] == [2]
 
 
 def test_as_many_loads_are_cancelled_as_running_requests_need_newest_first() -> None:
@@ -349,5 +360,5 @@ def test_hits_of_a_resumed_request_do_not_count_again(fleet: Fleet) -> None:
 def test_no_more_is_loaded_than_is_used(fleet: Fleet) -> None:
     fleet.cache("a", "xyz")
     # The last token of an aligned prompt is computed, so its block is not fetched.
-    assert len(fleet.admit_load("b", admit("r", "xyz", extra_tokens=0)).block_ids) == 2
-    assert len(fleet.admit_load("b", admit("s", "xyz", target_tokens=4)).block_ids) == 1
+    assert len(load_blocks(fleet.admit_load("b", admit("r", "xyz", extra_tokens=0)))) == 2
+    assert len(load_blocks(fleet.admit_load("b", admit("s", "xyz", target_tokens=4)))) == 1
