@@ -20,7 +20,7 @@ from kvferry.coordinator.cache_specs import (
 )
 from kvferry.coordinator.hit_finders import GroupBlocks
 from kvferry.coordinator.pool_events import MEDIUM, Cleared, PoolEvent, Removed
-from kvferry.coordinator.request_state import RequestContent, RequestState
+from kvferry.coordinator.request_state import KnownContent, RequestState
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.extra_keys import LoraKey, MultimodalItem, RequestKeys
 from kvferry.proto.hashing import DEFAULT_SEED_032, HashChain, make_scheme
@@ -138,7 +138,7 @@ class Replay:
             num_tokens=len(tokens),
             num_prompt_tokens=len(tokens),
             skip_reading_prefix_cache=step.get("skip_lookup", False),
-            content=RequestContent(tokens=tokens, keys=keys, lora_id=lora["id"] if lora else None),
+            content=KnownContent(tokens=tokens, keys=keys, lora_id=lora["id"] if lora else None),
         )
         self.hash(name, tokens, expect)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvferry.coordinator.handoff import HandoffEvent
 from kvferry.coordinator.hit_finders import GroupBlocks
 from kvferry.coordinator.instances import Instance, LoadInFlight
-from kvferry.coordinator.request_state import RequestState
+from kvferry.coordinator.request_state import RequestState, known_content
 from kvferry.coordinator.state import ServiceState
 from kvferry.coordinator.step_outcome import StepOutcome
 from kvferry.proto.step_messages import AdmitAsk, Load, Scheduled
@@ -51,6 +51,7 @@ class _Admission:
             num_tokens=ask.num_tokens,
             hashes=list(ask.hashes),
             num_preemptions=int(ask.resumed),
+            content=known_content(ask.content),
         )
         manager = self.instance.manager
         hit = _Hit(*manager.get_computed_blocks(request, ask.target_tokens))

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 
 from kvferry.coordinator.pool_events import StoredContent
-from kvferry.coordinator.request_state import RequestContent
+from kvferry.coordinator.request_state import KnownContent
 from kvferry.proto.extra_keys import block_extra_keys
 from kvferry.proto.scheme import KeyFormat
 
 
 def describe_run(
-    content: RequestContent,
+    content: KnownContent,
     key_format: KeyFormat,
     run: tuple[int, int],
     blocks: Iterable[tuple[int, int]],
@@ -33,7 +33,7 @@ def describe_run(
 
 
 def _extra_keys(
-    content: RequestContent, key_format: KeyFormat, start: int, end: int, previous_end: int
+    content: KnownContent, key_format: KeyFormat, start: int, end: int, previous_end: int
 ) -> tuple[object, ...] | None:
     found = block_extra_keys(key_format, content.keys, start, end)
     if key_format == "0.32":

@@ -4,18 +4,23 @@ from dataclasses import dataclass, field
 
 from kvferry.proto.extra_keys import NO_KEYS, RequestKeys
 from kvferry.proto.ids import BlockHash, RequestId
+from kvferry.proto.step_messages import RequestContent
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestContent:
-    """What a request's hashes were made of, for events: its tokens so far and its keys.
-
-    `lora_id` is the engine's own number of the adapter.
-    """
+class KnownContent:
+    """A `RequestContent` whose tokens grow with the request."""
 
     tokens: list[int]
     keys: RequestKeys = NO_KEYS
     lora_id: int | None = None
+
+
+def known_content(told: RequestContent | None) -> KnownContent | None:
+    """Return what an engine told of a request's content as the request keeps it."""
+    if told is None:
+        return None
+    return KnownContent(tokens=list(told.tokens), keys=told.keys, lora_id=told.lora_id)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,4 +43,4 @@ class RequestState:
     skip_reading_prefix_cache: bool = False
     num_prompt_tokens: int = 0
     shared_prefix_tokens: int = 0
-    content: RequestContent | None = None
+    content: KnownContent | None = None

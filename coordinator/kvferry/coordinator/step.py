@@ -95,6 +95,8 @@ def _follow(state: ServiceState, instance: Instance, progress: Progress) -> None
         return
     request.num_tokens = progress.num_tokens
     request.hashes.extend(progress.new_hashes)
+    if request.content is not None:
+        request.content.tokens.extend(progress.new_tokens)
     request.num_computed_tokens = progress.num_computed_tokens
     instance.manager.cache_blocks(request, progress.num_computed_tokens)
 

@@ -96,6 +96,9 @@ def _check_progress(instance: Instance, progress: Progress, ended_loads: set[Req
             given={"hashes": known, "num_tokens": progress.num_tokens},
             allowed=f"{progress.num_tokens // block_tokens} hashes",
         )
+    if request.content is not None:
+        num_told = len(request.content.tokens) + len(progress.new_tokens)
+        _check_num_told(who, num_told, progress.num_tokens)
 
 
 def _check_admission(instance: Instance, ask: AdmitAsk) -> None:
@@ -112,6 +115,8 @@ def _check_admission(instance: Instance, ask: AdmitAsk) -> None:
             given={"hashes": len(ask.hashes), "num_tokens": ask.num_tokens},
             allowed=f"{ask.num_tokens // block_tokens} hashes",
         )
+    if ask.content is not None:
+        _check_num_told(f"request {ask.request_id}", len(ask.content.tokens), ask.num_tokens)
     _check_target(instance, ask.request_id, ask.target_tokens)
     needed = instance.manager.max_blocks_held(ask.target_tokens)
     if needed > instance.num_usable_blocks:
@@ -119,6 +124,11 @@ def _check_admission(instance: Instance, ask: AdmitAsk) -> None:
             f"request {ask.request_id} can never fit the pool of {instance.info.instance_id}",
             given={"needed_blocks": needed, "have_blocks": instance.num_usable_blocks},
         )
+
+
+def _check_num_told(who: str, num_told: int, num_tokens: int) -> None:
+    if num_told != num_tokens:
+        raise BadInputError(f"{who}: every token must be told", given=num_told, allowed=num_tokens)
 
 
 def _check_target(instance: Instance, request_id: RequestId, target_tokens: int) -> None:

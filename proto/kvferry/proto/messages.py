@@ -65,9 +65,13 @@ class RegisterInstance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """The service as the new member must know it."""
+    """The service as the new member must know it.
+
+    `wants_content`: KV events are on, so admissions and progress are to tell the tokens.
+    """
 
     epoch: Epoch
+    wants_content: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

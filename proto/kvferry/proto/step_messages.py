@@ -5,7 +5,20 @@ The other commands and replies are in `messages`.
 
 from dataclasses import dataclass
 
+from kvferry.proto.extra_keys import NO_KEYS, RequestKeys
 from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, LeaseId, RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestContent:
+    """What a request's hashes were made of, for KV events: its tokens so far and its keys.
+
+    `lora_id` is the engine's own number of the adapter.
+    """
+
+    tokens: tuple[int, ...]
+    keys: RequestKeys = NO_KEYS
+    lora_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,13 +26,15 @@ class Progress:
     """What was written for one request since the last report.
 
     Slots of tokens `[0, num_computed_tokens)` are written on every rank. `new_hashes` are the
-    hashes of the full blocks that exist since the last report (their tokens need not be written).
+    hashes of the full blocks that exist since the last report (their tokens need not be written),
+    `new_tokens` the tokens that exist since then; only of a request that was asked in with content.
     """
 
     request_id: RequestId
     num_tokens: int
     num_computed_tokens: int
     new_hashes: tuple[BlockHash, ...] = ()
+    new_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +79,8 @@ class AdmitAsk:
 
     `hashes` covers all full blocks of its `num_tokens` known tokens (prompt and, after a
     preemption or a move, generated ones). Tokens `[0, target_tokens)` are to be computed here.
-    `resumed` marks a request that was preempted or moved: its hits do not count again.
+    `resumed` marks a request that was preempted or moved: its hits do not count again. `content`
+    holds all `num_tokens` tokens, and is only sent where `Registered.wants_content` says so.
     """
 
     request_id: RequestId
@@ -73,6 +89,7 @@ class AdmitAsk:
     hashes: tuple[BlockHash, ...]
     resumed: bool = False
     allow_remote: bool = True
+    content: RequestContent | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from kvferry.coordinator.cache_specs import (
     SinkSpec,
     SlidingWindowSpec,
 )
-from kvferry.coordinator.request_state import RequestContent, RequestState
+from kvferry.coordinator.request_state import KnownContent, RequestState
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.ids import BlockHash, BlockId, RequestId
 
@@ -124,7 +124,7 @@ class CacheMachine(RuleBasedStateMachine):
             request_id=RequestId(f"r{self.num_opened}"),
             num_tokens=len(tokens),
             num_prompt_tokens=len(tokens),
-            content=RequestContent(tokens=tokens),
+            content=KnownContent(tokens=tokens),
         )
         self.hash(request)
         self.waiting.append(request)

@@ -15,7 +15,7 @@ from kvferry.coordinator.cache_specs import (
     SlidingWindowSpec,
 )
 from kvferry.coordinator.pool_events import Stored
-from kvferry.coordinator.request_state import RequestContent, RequestState
+from kvferry.coordinator.request_state import KnownContent, RequestState
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.hashing import hash_tokens, make_scheme
 from kvferry.proto.ids import GroupedHash, RequestId
@@ -33,7 +33,7 @@ def request(manager: CacheManager, name: str, tokens: list[int]) -> RequestState
         num_tokens=len(tokens),
         num_prompt_tokens=len(tokens),
         hashes=list(hash_tokens(scheme, tokens)),
-        content=RequestContent(tokens=list(tokens)),
+        content=KnownContent(tokens=list(tokens)),
     )
 
 

@@ -11,7 +11,7 @@ from kvferry.coordinator.cache_specs import CacheSpec, FullSpec, MambaSpec, Sink
 from kvferry.coordinator.event_content import describe_run
 from kvferry.coordinator.hash_view import HashView, view_at
 from kvferry.coordinator.pool_events import GroupOrigin, Stored, StoredContent
-from kvferry.coordinator.request_state import RequestContent, RequestState
+from kvferry.coordinator.request_state import KnownContent, RequestState
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.extra_keys import LoraKey, MultimodalItem, RequestKeys
 from kvferry.proto.hashing import merged_view
@@ -76,7 +76,7 @@ def test_events_tell_keys_without_tags_and_017_counts_an_item_that_just_ended() 
         salt="s",
         multimodal=(MultimodalItem(identifier="img", offset=1, length=3),),
     )
-    content = RequestContent(tokens=list(range(12)), keys=keys, lora_id=7)
+    content = KnownContent(tokens=list(range(12)), keys=keys, lora_id=7)
     blocks = [(0, 4), (4, 8)]
     new = describe_run(content, "0.32", (0, 8), blocks)
     assert new == StoredContent(tuple(range(8)), (("ad", ("img", 1), "s"), ("ad",)), 7, "ad")
