@@ -74,6 +74,7 @@ class Engine:
         forward: runs the model over slices and samples.
         mover: the worker that holds the KV tensors.
         coordinator: called once per step.
+        tells_content: as `Registered.wants_content` says.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Engine:
         coordinator: CoordinatorPort,
         mover: BlockMover,
         forward: Forward,
+        tells_content: bool,
     ) -> None:
         self._instance_id = instance_id
         self._incarnation = incarnation
@@ -96,7 +98,12 @@ class Engine:
         self._coordinator = coordinator
         self._mover = mover
         self._forward = forward
-        self._scheduler = Scheduler(limits=limits, scheme=scheme, eos_token_ids=eos_token_ids)
+        self._scheduler = Scheduler(
+            limits=limits,
+            scheme=scheme,
+            eos_token_ids=eos_token_ids,
+            tells_content=tells_content,
+        )
         self._outbox = Outbox(instance_id)
         self._wake = threading.Condition()
         self._inbox: deque[EngineRequest | RequestId] = deque()

@@ -21,7 +21,7 @@ from kvferry.cluster.serving.scheduler import Limits, Policy
 from kvferry.cluster.serving.sequence import Run
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.hashing import make_scheme
-from kvferry.proto.ids import Epoch, Incarnation, InstanceId, RequestId
+from kvferry.proto.ids import Incarnation, InstanceId, RequestId
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import InstanceInfo, Registered, RegisterInstance, Role
 from kvferry.proto.scheme import Algorithm, HashScheme, KeyFormat
@@ -126,11 +126,11 @@ class RankActor:
             rank_pids=(os.getpid(),),
             version=version("kvferry"),
         )
-        epoch = self._register(coordinator, info)
+        registered = self._register(coordinator, info)
         self._engine = Engine(
             instance_id=settings.instance_id,
             incarnation=incarnation,
-            epoch=epoch,
+            epoch=registered.epoch,
             limits=Limits(
                 num_blocks=settings.num_blocks,
                 block_tokens=settings.block_tokens,
@@ -144,6 +144,7 @@ class RankActor:
             coordinator=coordinator,
             mover=worker,
             forward=_Forward(loaded, memory, settings.block_tokens),
+            tells_content=registered.wants_content,
         )
         self._engine.start()
         return info
@@ -174,13 +175,13 @@ class RankActor:
             return f"{self._node_host()}:{address.rsplit(':', 1)[1]}"
         return address
 
-    def _register(self, coordinator: CoordinatorPort, info: InstanceInfo) -> Epoch:
+    def _register(self, coordinator: CoordinatorPort, info: InstanceInfo) -> Registered:
         command = RegisterInstance(
             call_id=f"{info.instance_id}/{info.incarnation}/register", info=info
         )
         reply = coordinator.call(command, timeout_s=REGISTER_TIMEOUT_S)
         assert isinstance(reply, Registered)
-        return reply.epoch
+        return reply
 
     def _started(self) -> Engine:
         if self._engine is None:

@@ -123,9 +123,16 @@ class Scheduler:
     """Queues of one engine. Not thread-safe: one loop owns it."""
 
     def __init__(
-        self, *, limits: Limits, scheme: HashScheme, eos_token_ids: frozenset[int]
+        self,
+        *,
+        limits: Limits,
+        scheme: HashScheme,
+        eos_token_ids: frozenset[int],
+        tells_content: bool = False,
     ) -> None:
+        """Start with empty queues; `tells_content`: KV events want the requests' tokens."""
         self._limits = limits
+        self._tells_content = tells_content
         self._scheme = scheme
         self._eos = eos_token_ids
         self._waiting: deque[Sequence] = deque()
@@ -286,6 +293,7 @@ class Scheduler:
             target_tokens=sequence.target_tokens,
             hashes=tuple(sequence.chain.hashes),
             resumed=sequence.was_admitted,
+            content=sequence.content() if self._tells_content else None,
         )
 
     def _admitted(self, request_id: RequestId) -> Sequence:

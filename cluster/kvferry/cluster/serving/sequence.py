@@ -8,7 +8,7 @@ from kvferry.cluster.serving.requests import Accounting, EngineRequest
 from kvferry.proto.hashing import HashChain
 from kvferry.proto.ids import BlockHash, BlockId, RequestId
 from kvferry.proto.scheme import HashScheme
-from kvferry.proto.step_messages import Progress
+from kvferry.proto.step_messages import Progress, RequestContent
 
 Origin = Literal["local", "remote", "computed"]
 
@@ -34,6 +34,7 @@ class Sequence:
         self.chain = HashChain(scheme, request.keys)
         self.chain.extend(self._tokens)
         self.num_reported_hashes = 0
+        self._num_told_tokens: int | None = None  # None: nobody wants to know them
         self.block_table: list[BlockId] = []
         self.num_computed_tokens = 0
         self.num_hit_tokens = 0
@@ -99,15 +100,25 @@ class Sequence:
         for index in range(first, self.num_computed_tokens // self._block_tokens):
             yield self.chain.hashes[index], self.block_table[index]
 
+    def content(self) -> RequestContent:
+        """Tell all tokens and keys; from now on progress tells the tokens that are new."""
+        self._num_told_tokens = self.num_tokens
+        return RequestContent(tokens=tuple(self._tokens), keys=self.request.keys)
+
     def progress(self) -> Progress:
-        """Report what is written and the hashes not reported before."""
+        """Report what is written and the hashes (and tokens, once told) not reported before."""
         new_hashes = tuple(self.chain.hashes[self.num_reported_hashes :])
         self.num_reported_hashes += len(new_hashes)
+        new_tokens: tuple[int, ...] = ()
+        if self._num_told_tokens is not None:
+            new_tokens = tuple(self._tokens[self._num_told_tokens :])
+            self._num_told_tokens = self.num_tokens
         return Progress(
             request_id=self.request_id,
             num_tokens=self.num_tokens,
             num_computed_tokens=self.num_computed_tokens,
             new_hashes=new_hashes,
+            new_tokens=new_tokens,
         )
 
     def in_place(self, origin: Origin, end: int) -> None:
