@@ -1,4 +1,7 @@
-"""The engine loop: one thread that asks the coordinator, runs the model and publishes tokens.
+"""The engine loop: one thread that runs the model and publishes tokens.
+
+The coordinator is asked in the background, one question at a time. A request that has slots goes on
+meanwhile, so decoding waits for an answer only where slots could not be granted ahead.
 
 Decisions are the scheduler's and the coordinator's; this file moves data between them, the model
 runner and the worker, in the order that keeps the cache right (docs/architecture.md, "Written,
@@ -8,20 +11,24 @@ resident, findable").
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import groupby
+from operator import attrgetter
 from typing import Protocol
 
 from kvferry.cluster.ports import CoordinatorPort
 from kvferry.cluster.serving.outbox import Outbox
 from kvferry.cluster.serving.requests import EngineRequest, Output, OutputBatch
-from kvferry.cluster.serving.scheduler import Limits, LoadOrder, Scheduler, require_fits
+from kvferry.cluster.serving.limits import Limits, require_fits
+from kvferry.cluster.serving.scheduler import LoadOrder, Scheduler
 from kvferry.cluster.serving.sequence import Run
 from kvferry.proto.errors import ConfigError, KvferryError
 from kvferry.proto.ids import (
     BlockHash,
     BlockId,
     Epoch,
+    GroupId,
     Incarnation,
     InstanceId,
     LeaseId,
@@ -29,7 +36,7 @@ from kvferry.proto.ids import (
 )
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import LoadResult, Step, StepReply
-from kvferry.worker.pull import PullOutcome
+from kvferry.worker.pull import BlockRun, PullOutcome
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +50,8 @@ MAX_PARALLEL_LOADS = 4
 class BlockMover(Protocol):
     """What the engine needs from the worker that holds its KV tensors."""
 
-    def written(self, blocks: tuple[tuple[BlockHash, BlockId], ...]) -> None:
-        """Blocks are completely written and may be served to peers."""
+    def written(self, group_id: GroupId, pairs: Iterable[tuple[BlockHash, BlockId]]) -> None:
+        """Blocks of a group are completely written and may be served to peers."""
 
     def reused(self, block_ids: tuple[BlockId, ...]) -> None:
         """Blocks are about to get other content and must not be served any more."""
@@ -55,8 +62,7 @@ class BlockMover(Protocol):
         source_address: str,
         source_incarnation: Incarnation,
         lease_id: LeaseId,
-        hashes: tuple[BlockHash, ...],
-        block_ids: tuple[BlockId, ...],
+        runs: Sequence[BlockRun],
         timeout_s: float,
         cancel: threading.Event,
     ) -> PullOutcome:
@@ -112,6 +118,9 @@ class Engine:
         self._stopping = False
         self._in_flight: set[RequestId] = set()
         self._num_steps = 0
+        self._asking: Future[StepReply] | None = None
+        self._nothing_came = False
+        self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvferry-step")
         self._loaders = ThreadPoolExecutor(MAX_PARALLEL_LOADS, thread_name_prefix="kvferry-load")
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
 
@@ -159,20 +168,39 @@ class Engine:
             cancel.set()
         self._thread.join(timeout_s)
         self._loaders.shutdown(wait=False, cancel_futures=True)
+        self._asker.shutdown(wait=False, cancel_futures=True)
 
     # ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._take_in()
-                if self._scheduler.has_work():
-                    self._one_step()
-                else:
-                    self._pause(IDLE_WAIT_S)
+                self._advance()
         except Exception as error:  # the loop's end must be told, whatever it was
             log.exception("engine of %s failed", self._instance_id)
             self._outbox.fail(f"{type(error).__name__}: {error}")
+
+    def _advance(self) -> None:
+        if self._asking is None:
+            self._take_in()
+        elif self._asking.done():
+            self._take_reply(self._asking.result())
+        runs = self._scheduler.next_runs()
+        if not runs and self._nothing_came:
+            self._pause(NOTHING_FITS_PAUSE_S)
+            self._nothing_came = False
+        elif (
+            self._asking is None
+            and self._scheduler.must_ask()
+            and (not runs or self._scheduler.may_ask_while_running())
+        ):
+            self._asking = self._asker.submit(self._call_with_retries, self._next_step())
+        if runs:
+            self._compute(runs)
+        elif self._asking is not None:
+            wait([self._asking], timeout=IDLE_WAIT_S)
+        else:
+            self._pause(IDLE_WAIT_S)
 
     def _take_in(self) -> None:
         with self._wake:
@@ -187,34 +215,37 @@ class Engine:
             else:
                 self._cancel_load(self._scheduler.abort(item))
 
-    def _one_step(self) -> None:
-        work = self._scheduler.apply(self._ask_coordinator())
+    def _take_reply(self, reply: StepReply) -> None:
+        self._asking = None
+        work = self._scheduler.apply(reply)
         self._mover.reused(work.reused_block_ids)
         for request_id in work.cancel_loads:
             self._cancel_load(request_id)
         for order in work.loads:
             self._cancels[order.load.request_id] = threading.Event()
             self._loaders.submit(self._load, order, self._cancels[order.load.request_id])
-        sampled = self._forward(work.runs) if work.runs else {}
-        self._mover.written(self._scheduler.computed(sampled))
+        self._nothing_came = not (reply.scheduled or reply.loads)
         self._publish(self._scheduler.take_outputs())
-        if not work.runs and not work.loads:
-            self._pause(NOTHING_FITS_PAUSE_S)
+
+    def _compute(self, runs: tuple[Run, ...]) -> None:
+        written = self._scheduler.computed(self._forward(runs))
+        for group_id, blocks in groupby(sorted(written), key=attrgetter("group_id")):
+            self._mover.written(group_id, ((b.block_hash, b.block_id) for b in blocks))
+        self._publish(self._scheduler.take_outputs())
 
     def _publish(self, outputs: tuple[Output, ...]) -> None:
         with self._wake:
             self._in_flight -= {o.request_id for o in outputs if o.finished is not None}
         self._outbox.put(outputs)
 
-    def _ask_coordinator(self) -> StepReply:
+    def _next_step(self) -> Step:
         self._num_steps += 1
-        step = self._scheduler.build_step(
+        return self._scheduler.build_step(
             call_id=f"{self._instance_id}/{self._incarnation}/step/{self._num_steps}",
             epoch=self._epoch,
             instance_id=self._instance_id,
             incarnation=self._incarnation,
         )
-        return self._call_with_retries(step)
 
     def _call_with_retries(self, step: Step) -> StepReply:
         # Repeating is safe: the coordinator answers the same call_id with the same reply.
@@ -231,35 +262,47 @@ class Engine:
 
     def _load(self, order: LoadOrder, cancel: threading.Event) -> None:
         load = order.load
-        pulled_bytes = 0
         try:
             outcome = self._mover.pull(
                 source_address=load.source.address,
                 source_incarnation=load.source.incarnation,
                 lease_id=load.lease_id,
-                hashes=order.hashes,
-                block_ids=order.block_ids,
+                runs=order.runs,
                 timeout_s=load.ttl_s,
                 cancel=cancel,
             )
-            num_blocks, error = outcome.num_blocks, outcome.error
-            pulled_bytes = outcome.num_bytes
         except Exception as failure:  # a lost result would hold the request for ever
             log.exception("load of %s failed", load.request_id)
-            num_blocks, error = 0, f"{type(failure).__name__}: {failure}"
-        if error is not None:
+            outcome = PullOutcome(
+                num_blocks_of_run=(0,) * len(order.runs),
+                num_bytes=0,
+                error=f"{type(failure).__name__}: {failure}",
+            )
+        if outcome.error is not None:
             log.warning(
                 "request %s: %d of %d blocks came from %s: %s",
-                load.request_id, num_blocks, len(order.hashes), load.source.instance_id, error,
-            )  # fmt: skip
+                load.request_id,
+                sum(outcome.num_blocks_of_run),
+                sum(len(run.block_ids) for run in order.runs),
+                load.source.instance_id,
+                outcome.error,
+            )
         result = LoadResult(
             request_id=load.request_id,
-            num_computed_tokens=order.hit_tokens + num_blocks * self._limits.block_tokens,
-            error=error,
+            num_computed_tokens=self._tokens_in_place(order, outcome),
+            error=outcome.error,
         )
         with self._wake:
-            self._loads_ended.append((result, pulled_bytes))
+            self._loads_ended.append((result, outcome.num_bytes))
             self._wake.notify_all()
+
+    def _tokens_in_place(self, order: LoadOrder, outcome: PullOutcome) -> int:
+        """Return how many tokens of the prompt a load has left in place, local hits included."""
+        if outcome.error is None:
+            return len(order.load.block_ids[0]) * self._limits.block_tokens
+        if not self._limits.takes_partial_loads:
+            return order.hit_tokens
+        return order.hit_tokens + outcome.num_blocks_of_run[0] * self._limits.block_tokens
 
     def _cancel_load(self, request_id: RequestId | None) -> None:
         if request_id is not None and request_id in self._cancels:

@@ -17,7 +17,7 @@ import torch
 from kvferry.cluster.ports import CoordinatorPort
 from kvferry.cluster.serving.engine import Engine
 from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
-from kvferry.cluster.serving.scheduler import Limits, Policy
+from kvferry.cluster.serving.limits import Limits, Policy, specs_of
 from kvferry.cluster.serving.sequence import Run
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.hashing import make_scheme
@@ -123,6 +123,7 @@ class RankActor:
             num_blocks=settings.num_blocks,
             address=self._serve(worker),
             max_model_len=loaded.max_model_len,
+            max_in_flight_tokens=settings.token_budget,
             rank_pids=(os.getpid(),),
             version=version("kvferry"),
         )
@@ -137,6 +138,7 @@ class RankActor:
                 max_model_len=loaded.max_model_len,
                 token_budget=settings.token_budget,
                 max_running=settings.max_running,
+                specs=specs_of(loaded.identity, settings.block_tokens),
                 policy=settings.policy,
             ),
             scheme=scheme,
@@ -201,7 +203,7 @@ class _Forward:
                 SequenceSlice(
                     token_ids=run.token_ids,
                     start_position=run.start_position,
-                    block_table=run.block_table,
+                    block_tables=run.block_tables,
                 )
                 for run in runs
             ]

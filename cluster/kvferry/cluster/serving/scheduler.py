@@ -1,10 +1,14 @@
-"""The engine's queues: what to ask the coordinator for, and what its answer means.
+"""The engine's queues: what to ask the coordinator for, what its answer means, what to run.
 
 Pure: no model, no clock, no threads. The engine loop drives it:
 
-    step = scheduler.build_step(...)      -> coordinator -> reply
-    work = scheduler.apply(reply)         -> forward pass, loads
+    step = scheduler.build_step(...)      -> coordinator, in the background -> reply
+    work = scheduler.apply(reply)         -> loads, blocks with new content
+    runs = scheduler.next_runs()          -> forward pass
     scheduler.computed(tokens)            -> outputs, blocks now written
+
+Between `build_step` and `apply` only `next_runs` and `computed` may be called: requests that have
+slots go on, nothing else changes.
 
 The policy is expressed by order alone: the coordinator serves running requests first to last and
 preempts from the end.
@@ -13,96 +17,40 @@ preempts from the end.
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
+from kvferry.cluster.serving.limits import Limits
 from kvferry.cluster.serving.requests import (
     EngineRequest,
     Finished,
     FinishReason,
     Output,
 )
-from kvferry.cluster.serving.sequence import Run, Sequence
-from kvferry.proto.errors import ConfigError, NeverFitsError, PromptTooLongError
-from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, RequestId
+from kvferry.cluster.serving.sequence import Run, WrittenBlock
+from kvferry.cluster.serving.sequence import Sequence as RequestSequence
+from kvferry.proto.ids import NULL_BLOCK, BlockId, Epoch, GroupId, Incarnation, InstanceId, RequestId
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import (
     AdmitAsk,
     Load,
     LoadResult,
-    Progress,
     Release,
     RunningAsk,
     Scheduled,
     Step,
     StepReply,
 )
+from kvferry.worker.pull import BlockRun
 
-Policy = Literal["fcfs", "priority"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one engine can take; sizes in tokens or blocks (null block included)."""
-
-    num_blocks: int
-    block_tokens: int
-    max_model_len: int
-    token_budget: int
-    max_running: int
-    policy: Policy = "fcfs"
-
-    def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_tokens", "max_model_len", "token_budget", "max_running"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name} must be a positive integer", given=value, allowed=">= 1")
-        if self.policy not in ("fcfs", "priority"):
-            raise ConfigError("unknown policy", given=self.policy, allowed=["fcfs", "priority"])
-
-    def needed_blocks(self, request: EngineRequest) -> int:
-        """Return the blocks a request needs to finish, plus the null block.
-
-        The last generated token is never written, so it needs no slot.
-        """
-        tokens = len(request.prompt_token_ids)
-        tokens += 0 if request.prefill_only else max(request.sampling.max_tokens - 1, 0)
-        return -(-tokens // self.block_tokens) + 1
-
-
-def require_fits(request: EngineRequest, limits: Limits) -> None:
-    """Refuse a request that can never run here, before it enters a queue.
-
-    Raises:
-        ConfigError: an empty prompt.
-        PromptTooLongError: prompt and generated tokens exceed the model's limit.
-        NeverFitsError: it needs more blocks than the pool has.
-    """
-    prompt = len(request.prompt_token_ids)
-    if prompt == 0:
-        raise ConfigError("the prompt is empty", given=0, allowed=">= 1 token")
-    total = prompt + request.sampling.max_tokens
-    if total > limits.max_model_len:
-        raise PromptTooLongError(
-            f"request {request.request_id} is longer than the model's limit",
-            given={"prompt_tokens": prompt, "max_tokens": request.sampling.max_tokens},
-            allowed={"max_model_len": limits.max_model_len},
-        )
-    needed = limits.needed_blocks(request)
-    if needed > limits.num_blocks:
-        raise NeverFitsError(
-            f"request {request.request_id} can never fit the pool",
-            given={"needed_blocks": needed, "have_blocks": limits.num_blocks},
-            allowed=f"num_blocks >= {needed} (null block included)",
-        )
+AHEAD_BLOCKS = 2
+"""Blocks that a running request would like ahead; the coordinator is asked when half are left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOrder:
-    """Blocks to fetch from a peer: `hashes[i]` goes into `block_ids[i]`."""
+    """Blocks to fetch from a peer, one run per group that needs any, beyond `hit_tokens`."""
 
     load: Load
-    hashes: tuple[BlockHash, ...]
-    block_ids: tuple[BlockId, ...]
+    runs: tuple[BlockRun, ...]
     hit_tokens: int
 
 
@@ -110,13 +58,12 @@ class LoadOrder:
 class Work:
     """What an engine does with one reply, in this order.
 
-    Drop residency of `reused_block_ids`, stop `cancel_loads`, start `loads`, run `runs`.
+    Drop residency of `reused_block_ids`, stop `cancel_loads`, start `loads`.
     """
 
     reused_block_ids: tuple[BlockId, ...]
     cancel_loads: tuple[RequestId, ...]
     loads: tuple[LoadOrder, ...]
-    runs: tuple[Run, ...]
 
 
 class Scheduler:
@@ -135,13 +82,15 @@ class Scheduler:
         self._tells_content = tells_content
         self._scheme = scheme
         self._eos = eos_token_ids
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
-        self._loading: dict[RequestId, Sequence] = {}
-        self._progress: list[Progress] = []
+        self._ahead_tokens = AHEAD_BLOCKS * limits.block_tokens
+        self._waiting: deque[RequestSequence] = deque()
+        self._running: list[RequestSequence] = []
+        self._loading: dict[RequestId, RequestSequence] = {}
+        # Written to since the last report, in order.
+        self._written: dict[RequestId, RequestSequence] = {}
         self._load_results: list[LoadResult] = []
         self._releases: list[Release] = []
-        self._runs: list[tuple[Sequence, Scheduled]] = []
+        self._runs: list[tuple[RequestSequence, int]] = []
         self._outputs: list[Output] = []
         # A request is reported as finished once the coordinator has taken its release: whoever
         # reads that goes on to look for its blocks elsewhere.
@@ -150,7 +99,9 @@ class Scheduler:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that fits (`require_fits`), with an id that no other one here has."""
-        sequence = Sequence(request, self._scheme, self._limits.block_tokens)
+        sequence = RequestSequence(
+            request, self._scheme, self._limits.block_tokens, len(self._limits.specs)
+        )
         if sequence.target_tokens == 0:  # a prefill of less than one full block
             self._outputs.append(_end_of(sequence, "prefilled"))
             return
@@ -181,7 +132,8 @@ class Scheduler:
             return
         self._load_results.append(result)
         sequence.pulled_bytes += pulled_bytes
-        if sequence.cancelled and not sequence.aborted:
+        sequence.load_failed = result.error is not None and not self._limits.takes_partial_loads
+        if (sequence.cancelled or sequence.load_failed) and not sequence.aborted:
             # The coordinator takes its blocks back and names it in `preempted`.
             self._loading[result.request_id] = sequence
             return
@@ -192,33 +144,44 @@ class Scheduler:
         self._sort()
         if sequence.aborted:
             self._end(sequence, "aborted")
+        else:
+            self._end_if_done(sequence, None)
 
-    def has_work(self) -> bool:
-        """Return whether a step could change anything now."""
-        reports = self._progress or self._load_results or self._releases or self._outputs
-        return bool(self._waiting or self._running or reports)
+    def must_ask(self) -> bool:
+        """Return whether the coordinator must be told or asked something now.
+
+        What was written is told along with the next question: before slots run out at the latest.
+        """
+        if self._load_results or self._releases or (self._waiting and self._room() > 0):
+            return True
+        return any(s.slots_ahead <= self._ahead_tokens // 2 for s in self._running)
+
+    def may_ask_while_running(self) -> bool:
+        """Return whether no request will need, after its next token, an answer to that token."""
+        return all(sequence.slots_ahead > 0 for sequence in self._running)
 
     def build_step(
         self, *, call_id: str, epoch: Epoch, instance_id: InstanceId, incarnation: Incarnation
     ) -> Step:
         """Return the next step; its reports are taken over and not repeated."""
-        room = self._limits.max_running - len(self._running) - len(self._loading)
         step = Step(
             call_id=call_id,
             epoch=epoch,
             instance_id=instance_id,
             incarnation=incarnation,
             load_results=tuple(self._load_results),
-            progress=tuple(self._progress),
+            progress=tuple(sequence.progress() for sequence in self._written.values()),
             releases=tuple(self._releases),
             running=tuple(
                 RunningAsk(request_id=s.request_id, target_tokens=s.target_tokens)
                 for s in self._running
             ),
-            waiting=tuple(self._ask(s) for s in list(self._waiting)[: max(room, 0)]),
+            waiting=tuple(self._ask(s) for s in list(self._waiting)[: max(self._room(), 0)]),
             token_budget=self._limits.token_budget,
+            ahead_tokens=self._ahead_tokens,
         )
-        self._load_results, self._progress, self._releases = [], [], []
+        self._load_results, self._releases = [], []
+        self._written.clear()
         self._ending_in_step, self._ending = self._ending, []
         return step
 
@@ -232,48 +195,46 @@ class Scheduler:
         for request_id in reply.cancel_loads:
             if request_id in self._loading:
                 self._loading[request_id].cancelled = True
-        self._runs = []
         for scheduled in reply.scheduled:
-            sequence = self._admitted(scheduled.request_id)
-            new_ids = scheduled.new_block_ids
-            reused.extend(new_ids[scheduled.num_hit_blocks :])
-            sequence.block_table.extend(new_ids)
-            sequence.num_computed_tokens = scheduled.num_computed_tokens
-            sequence.in_place("local", scheduled.num_computed_tokens)
-            self._runs.append((sequence, scheduled))
-        loads = tuple(self._load_order(load) for load in reply.loads)
-        for order in loads:
-            reused.extend(order.block_ids)
+            for table in scheduled.new_block_ids:
+                reused += [block for block in table[scheduled.num_hit_blocks :] if block]
+            self._take_grant(scheduled)
         return Work(
             reused_block_ids=tuple(reused),
             cancel_loads=reply.cancel_loads,
-            loads=loads,
-            runs=tuple(
-                sequence.run(scheduled.num_new_tokens)
-                for sequence, scheduled in self._runs
-                if scheduled.num_new_tokens
-            ),
+            loads=tuple(self._load_order(load) for load in reply.loads),
         )
 
-    def computed(self, sampled: Mapping[RequestId, int]) -> tuple[tuple[BlockHash, BlockId], ...]:
-        """Take in a finished forward pass.
+    def next_runs(self) -> tuple[Run, ...]:
+        """Return what can be computed now, within the token budget; `computed` must follow."""
+        self._runs = []
+        left = self._limits.token_budget
+        for sequence in self._running:
+            num_tokens = min(sequence.runnable_tokens, left)
+            if num_tokens > 0:
+                self._runs.append((sequence, num_tokens))
+                left -= num_tokens
+        return tuple(sequence.run(num_tokens) for sequence, num_tokens in self._runs)
+
+    def computed(self, sampled: Mapping[RequestId, int]) -> tuple[WrittenBlock, ...]:
+        """Take in a finished forward pass over `next_runs`.
 
         Args:
             sampled: the chosen token of each run that asked for one.
 
-        Returns the blocks that are now completely written, with their hashes.
+        Returns the blocks that are now completely written.
         """
-        written: list[tuple[BlockHash, BlockId]] = []
-        for sequence, scheduled in self._runs:
+        written: list[WrittenBlock] = []
+        for sequence, num_tokens in self._runs:
             before = sequence.num_computed_tokens
-            sequence.num_computed_tokens = before + scheduled.num_new_tokens
+            sequence.num_computed_tokens = before + num_tokens
             sequence.in_place("computed", sequence.num_computed_tokens)
             written.extend(sequence.written_since(before))
             token = sampled.get(sequence.request_id)
             if token is not None:
                 sequence.append(token)
                 self._outputs.append(Output(request_id=sequence.request_id, token_ids=(token,)))
-            self._progress.append(sequence.progress())
+            self._written[sequence.request_id] = sequence
             self._end_if_done(sequence, token)
         self._runs = []
         return tuple(written)
@@ -285,7 +246,10 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------------
 
-    def _ask(self, sequence: Sequence) -> AdmitAsk:
+    def _room(self) -> int:
+        return self._limits.max_running - len(self._running) - len(self._loading)
+
+    def _ask(self, sequence: RequestSequence) -> AdmitAsk:
         sequence.num_reported_hashes = len(sequence.chain.hashes)
         return AdmitAsk(
             request_id=sequence.request_id,
@@ -293,35 +257,48 @@ class Scheduler:
             target_tokens=sequence.target_tokens,
             hashes=tuple(sequence.chain.hashes),
             resumed=sequence.was_admitted,
+            allow_remote=not sequence.load_failed,
             content=sequence.content() if self._tells_content else None,
         )
 
-    def _admitted(self, request_id: RequestId) -> Sequence:
-        for sequence in self._running:
-            if sequence.request_id == request_id:
-                return sequence
-        sequence = next(s for s in self._waiting if s.request_id == request_id)
-        self._waiting.remove(sequence)
-        sequence.was_admitted = True
+    def _take_grant(self, scheduled: Scheduled) -> None:
+        request_id = scheduled.request_id
+        sequence = next((s for s in self._running if s.request_id == request_id), None)
+        if sequence is not None:
+            sequence.grant(scheduled.new_block_ids, scheduled.granted_tokens)
+            return
+        sequence = next((s for s in self._waiting if s.request_id == request_id), None)
+        if sequence is None:
+            return  # it ended while the coordinator was asked; its release is on its way
+        self._admit(sequence)
+        sequence.grant(scheduled.new_block_ids, scheduled.granted_tokens)
+        sequence.num_computed_tokens = scheduled.num_computed_tokens
+        sequence.in_place("local", scheduled.num_computed_tokens)
         self._running.append(sequence)
         self._sort()
-        return sequence
+        self._end_if_done(sequence, None)
+
+    def _admit(self, sequence: RequestSequence) -> None:
+        self._waiting.remove(sequence)
+        sequence.was_admitted = True
+        sequence.cancelled = sequence.load_failed = False
 
     def _load_order(self, load: Load) -> LoadOrder:
         sequence = next(s for s in self._waiting if s.request_id == load.request_id)
-        self._waiting.remove(sequence)
-        sequence.was_admitted = True
-        sequence.cancelled = False
-        sequence.block_table.extend(load.block_ids)
+        self._admit(sequence)
+        sequence.grant(load.block_ids, 0)
         sequence.num_hit_tokens = load.num_hit_blocks * self._limits.block_tokens
         self._loading[load.request_id] = sequence
-        num_blocks = len(load.block_ids)
-        return LoadOrder(
-            load=load,
-            hashes=tuple(sequence.chain.hashes[load.num_hit_blocks : num_blocks]),
-            block_ids=load.block_ids[load.num_hit_blocks :],
-            hit_tokens=sequence.num_hit_tokens,
-        )
+        runs = []
+        for group_id, table in enumerate(load.block_ids):
+            # The null blocks, which need nothing, are the first ones.
+            first = max(load.num_hit_blocks, table.count(NULL_BLOCK))
+            if first < len(table):
+                hashes = tuple(sequence.chain.hashes[first : len(table)])
+                runs.append(
+                    BlockRun(group_id=GroupId(group_id), hashes=hashes, block_ids=table[first:])
+                )
+        return LoadOrder(load=load, runs=tuple(runs), hit_tokens=sequence.num_hit_tokens)
 
     def _preempt(self, request_id: RequestId) -> None:
         sequence = self._loading.pop(request_id, None)
@@ -333,12 +310,14 @@ class Scheduler:
         if sequence.aborted:  # while its cancelled load came to an end
             self._outputs.append(_end_of(sequence, "aborted"))
             return
+        self._written.pop(request_id, None)
         sequence.reset()
-        sequence.preemptions += 1
+        if not sequence.load_failed:
+            sequence.preemptions += 1
         self._waiting.appendleft(sequence)
         self._sort()
 
-    def _end_if_done(self, sequence: Sequence, token: int | None) -> None:
+    def _end_if_done(self, sequence: RequestSequence, token: int | None) -> None:
         request = sequence.request
         if request.prefill_only:
             if sequence.num_computed_tokens >= sequence.target_tokens:
@@ -351,7 +330,7 @@ class Scheduler:
             elif sequence.num_output_tokens >= request.sampling.max_tokens:
                 self._end(sequence, "length")
 
-    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _end(self, sequence: RequestSequence, reason: FinishReason) -> None:
         self._running.remove(sequence)
         self._releases.append(
             Release(request_id=sequence.request_id, handoff=reason == "prefilled")
@@ -360,11 +339,11 @@ class Scheduler:
 
     def _sort(self) -> None:
         if self._limits.policy == "priority":
-            self._running.sort(key=Sequence.rank)
-            self._waiting = deque(sorted(self._waiting, key=Sequence.rank))
+            self._running.sort(key=RequestSequence.rank)
+            self._waiting = deque(sorted(self._waiting, key=RequestSequence.rank))
 
 
-def _end_of(sequence: Sequence, reason: FinishReason) -> Output:
+def _end_of(sequence: RequestSequence, reason: FinishReason) -> Output:
     finished = Finished(
         reason=reason,
         accounting=sequence.accounting(),

@@ -1,33 +1,50 @@
 """One request inside an engine: its tokens, hash chain, block table and accounting."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvferry.cluster.serving.requests import Accounting, EngineRequest
 from kvferry.proto.hashing import HashChain
-from kvferry.proto.ids import BlockHash, BlockId, RequestId
+from kvferry.proto.ids import BlockHash, BlockId, GroupId, RequestId
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import Progress, RequestContent
 
 Origin = Literal["local", "remote", "computed"]
 
 
+class WrittenBlock(NamedTuple):
+    """A block of a group that holds all of its hash's content."""
+
+    group_id: GroupId
+    block_hash: BlockHash
+    block_id: BlockId
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One slice of the next forward pass; `sample` says whether its last logits are needed."""
+    """One slice of the next forward pass; `sample` says whether its last logits are needed.
+
+    `block_tables`: where the sequence's tokens are, per cache group.
+    """
 
     request: EngineRequest
     token_ids: tuple[int, ...]
     start_position: int
-    block_table: tuple[BlockId, ...]
+    block_tables: tuple[tuple[BlockId, ...], ...]
     sample: bool
 
 
 class Sequence:
-    """Prompt and generated tokens of one request while it waits, loads or runs."""
+    """Prompt and generated tokens of one request while it waits, loads or runs.
 
-    def __init__(self, request: EngineRequest, scheme: HashScheme, block_tokens: int) -> None:
+    `block_tables` holds a table per cache group. Where a group gave a block back, its table may
+    still name it: nothing after that reads it. `granted_tokens`: slots `[0, n)` may be written.
+    """
+
+    def __init__(
+        self, request: EngineRequest, scheme: HashScheme, block_tokens: int, num_groups: int
+    ) -> None:
         self.request = request
         self._block_tokens = block_tokens
         self._tokens = [*request.prompt_token_ids, *request.output_token_ids]
@@ -35,7 +52,8 @@ class Sequence:
         self.chain.extend(self._tokens)
         self.num_reported_hashes = 0
         self._num_told_tokens: int | None = None  # None: nobody wants to know them
-        self.block_table: list[BlockId] = []
+        self.block_tables: tuple[list[BlockId], ...] = tuple([] for _ in range(num_groups))
+        self.granted_tokens = 0
         self.num_computed_tokens = 0
         self.num_hit_tokens = 0
         self._attributed_tokens = 0
@@ -45,6 +63,7 @@ class Sequence:
         self.was_admitted = False
         self.cancelled = False
         self.aborted = False
+        self.load_failed = False
 
     @property
     def request_id(self) -> RequestId:
@@ -73,6 +92,22 @@ class Sequence:
             return (self.num_tokens - 1) // self._block_tokens * self._block_tokens
         return self.num_tokens
 
+    @property
+    def runnable_tokens(self) -> int:
+        """Tokens that can be computed now: they are known and have slots."""
+        return min(self.target_tokens, self.granted_tokens) - self.num_computed_tokens
+
+    @property
+    def slots_ahead(self) -> int:
+        """Slots beyond the tokens to compute; negative: so many are missing."""
+        return self.granted_tokens - self.target_tokens
+
+    def grant(self, new_block_ids: Iterable[Iterable[BlockId]], granted_tokens: int) -> None:
+        """Append blocks to each group's table and allow tokens up to `granted_tokens`."""
+        for table, new in zip(self.block_tables, new_block_ids, strict=True):
+            table.extend(new)
+        self.granted_tokens = max(self.granted_tokens, granted_tokens)
+
     def rank(self) -> int:
         """Return the sort key of the priority policy; lower runs first."""
         return self.request.priority
@@ -90,15 +125,16 @@ class Sequence:
             request=self.request,
             token_ids=tuple(self._tokens[start:end]),
             start_position=start,
-            block_table=tuple(self.block_table),
+            block_tables=tuple(tuple(table) for table in self.block_tables),
             sample=end == self.num_tokens and not self.request.prefill_only,
         )
 
-    def written_since(self, num_computed_before: int) -> Iterator[tuple[BlockHash, BlockId]]:
+    def written_since(self, num_computed_before: int) -> Iterator[WrittenBlock]:
         """Yield the blocks that became completely written since a computed-token count."""
         first = num_computed_before // self._block_tokens
         for index in range(first, self.num_computed_tokens // self._block_tokens):
-            yield self.chain.hashes[index], self.block_table[index]
+            for group_id, table in enumerate(self.block_tables):
+                yield WrittenBlock(GroupId(group_id), self.chain.hashes[index], table[index])
 
     def content(self) -> RequestContent:
         """Tell all tokens and keys; from now on progress tells the tokens that are new."""
@@ -143,7 +179,9 @@ class Sequence:
 
     def reset(self) -> None:
         """Forget all blocks (preemption): everything is computed or found again."""
-        self.block_table = []
+        for table in self.block_tables:
+            table.clear()
+        self.granted_tokens = 0
         self.num_computed_tokens = 0
         self.num_hit_tokens = 0
         self.cancelled = False

@@ -1,0 +1,88 @@
+"""What one engine can take, and refusing at the door what it never could."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvferry.cluster.serving.requests import EngineRequest
+from kvferry.proto.errors import ConfigError, NeverFitsError, PromptTooLongError
+from kvferry.proto.group_specs import spec_of_group
+from kvferry.proto.identity import Identity
+from kvferry.proto.specs import FullSpec, LayerSpec, RequestLimits
+
+Policy = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one engine can take; sizes in tokens or blocks (null block included).
+
+    `specs`: what a block of each cache group is.
+    """
+
+    num_blocks: int
+    block_tokens: int
+    max_model_len: int
+    token_budget: int
+    max_running: int
+    specs: tuple[LayerSpec, ...]
+    policy: Policy = "fcfs"
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_tokens", "max_model_len", "token_budget", "max_running"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} must be a positive integer", given=value, allowed=">= 1")
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError("unknown policy", given=self.policy, allowed=["fcfs", "priority"])
+
+    @property
+    def takes_partial_loads(self) -> bool:
+        """Whether the first blocks of a load that ended early are of use."""
+        return len(self.specs) == 1 and isinstance(self.specs[0], FullSpec)
+
+    def needed_blocks(self, request: EngineRequest) -> int:
+        """Return the most blocks a request holds at once until it ends, plus the null block.
+
+        The last generated token is never written, so it needs no slot.
+        """
+        tokens = len(request.prompt_token_ids)
+        tokens += 0 if request.prefill_only else max(request.sampling.max_tokens - 1, 0)
+        whole = -(-tokens // self.block_tokens)
+        bounds = RequestLimits(max_model_len=tokens, max_in_flight_tokens=self.token_budget)
+        return sum(min(whole, spec.request_pages(bounds)) for spec in self.specs) + 1
+
+
+def specs_of(identity: Identity, block_tokens: int) -> tuple[LayerSpec, ...]:
+    """Return what a block of each group of an identity is.
+
+    Raises:
+        ConfigError: as `spec_of_group`.
+    """
+    return tuple(spec_of_group(identity, group, block_tokens) for group in identity.groups)
+
+
+def require_fits(request: EngineRequest, limits: Limits) -> None:
+    """Refuse a request that can never run here, before it enters a queue.
+
+    Raises:
+        ConfigError: an empty prompt.
+        PromptTooLongError: prompt and generated tokens exceed the model's limit.
+        NeverFitsError: it needs more blocks than the pool has.
+    """
+    prompt = len(request.prompt_token_ids)
+    if prompt == 0:
+        raise ConfigError("the prompt is empty", given=0, allowed=">= 1 token")
+    total = prompt + request.sampling.max_tokens
+    if total > limits.max_model_len:
+        raise PromptTooLongError(
+            f"request {request.request_id} is longer than the model's limit",
+            given={"prompt_tokens": prompt, "max_tokens": request.sampling.max_tokens},
+            allowed={"max_model_len": limits.max_model_len},
+        )
+    needed = limits.needed_blocks(request)
+    if needed > limits.num_blocks:
+        raise NeverFitsError(
+            f"request {request.request_id} can never fit the pool",
+            given={"needed_blocks": needed, "have_blocks": limits.num_blocks},
+            allowed=f"num_blocks >= {needed} (null block included)",
+        )
