@@ -1,23 +1,13 @@
 """Drives a cache manager through a recorded scenario and compares everything after every step."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.unit.coordinator.caches import spec_of
 from tests.unit.coordinator.pool_checks import check_pool
 
 from kvferry.coordinator.cache_config import CacheConfig
 from kvferry.coordinator.cache_manager import CacheManager
-from kvferry.coordinator.cache_specs import (
-    CacheSpec,
-    ChunkedLocalSpec,
-    CrossSpec,
-    FullSpec,
-    MambaSpec,
-    MlaSpec,
-    SinkSpec,
-    SlidingWindowSpec,
-)
 from kvferry.coordinator.hit_finders import GroupBlocks
 from kvferry.coordinator.pool_events import MEDIUM, Cleared, PoolEvent, Removed
 from kvferry.coordinator.request_state import KnownContent, RequestState
@@ -25,6 +15,16 @@ from kvferry.proto.errors import BadInputError
 from kvferry.proto.extra_keys import LoraKey, MultimodalItem, RequestKeys
 from kvferry.proto.hashing import DEFAULT_SEED_032, HashChain, make_scheme
 from kvferry.proto.ids import BlockId, GroupId, RequestId, unpack_group
+from kvferry.proto.specs import (
+    ChunkedLocalSpec,
+    CrossSpec,
+    FullSpec,
+    LayerSpec,
+    MambaSpec,
+    MlaSpec,
+    SinkSpec,
+    SlidingWindowSpec,
+)
 
 Json = dict[str, Any]
 
@@ -32,32 +32,34 @@ Json = dict[str, Any]
 NAMED_HERE = {"sink_not_multiple_of_block": "unnamed_assertion"}
 
 
-def spec_of(group: Json) -> CacheSpec:
-    made: dict[str, Callable[[Json], CacheSpec]] = {
-        "full": lambda g: FullSpec(block_tokens=g["block_tokens"]),
-        "mla": lambda g: MlaSpec(block_tokens=g["block_tokens"]),
-        "sink": lambda g: SinkSpec(block_tokens=g["block_tokens"], sink_tokens=g["sink_tokens"]),
-        "sliding_window": lambda g: SlidingWindowSpec(
-            block_tokens=g["block_tokens"], window_tokens=g["sliding_window"]
-        ),
-        "chunked_local": lambda g: ChunkedLocalSpec(
-            block_tokens=g["block_tokens"], chunk_tokens=g["chunk_tokens"]
-        ),
-        "mamba": lambda g: MambaSpec(
-            block_tokens=g["block_tokens"],
-            mode=g["mode"],
-            speculative_blocks=g["speculative_blocks"],
-        ),
-        "cross": lambda g: CrossSpec(block_tokens=g["block_tokens"]),
+KINDS: dict[str, type[LayerSpec]] = {
+    "full": FullSpec,
+    "mla": MlaSpec,
+    "sink": SinkSpec,
+    "sliding_window": SlidingWindowSpec,
+    "chunked_local": ChunkedLocalSpec,
+    "mamba": MambaSpec,
+    "cross": CrossSpec,
+}
+
+
+def settings_of(group: Json) -> Json:
+    """Return what a recorded group or layer is made of, as it is called here."""
+    renamed = {"sliding_window": "window_tokens"}
+    return {
+        renamed.get(name, name): value
+        for name, value in group.items()
+        if name not in ("kind", "eagle")
     }
-    return made[group["kind"]](group)
 
 
 def config_of(scenario: Json) -> CacheConfig:
     config = scenario["config"]
     made = CacheConfig(
         num_blocks=config["num_blocks"],
-        groups=tuple(spec_of(group) for group in config["groups"]),
+        groups=tuple(
+            spec_of(KINDS[group["kind"]], **settings_of(group)) for group in config["groups"]
+        ),
         hash_block_tokens=config["hash_block_tokens"],
         max_model_len=config["max_model_len"],
         profile=scenario["profile"],

@@ -11,35 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.golden.replay import KINDS, settings_of
 
 from kvferry.coordinator.cache_groups import CacheGroup
 from kvferry.coordinator.cache_tensors import CacheTensor
 from kvferry.coordinator.sizing import CacheOptions, CachePlan, WorkerMemory, plan_cache
 from kvferry.proto.errors import ConfigError
-from kvferry.proto.specs import (
-    ChunkedLocalSpec,
-    CrossSpec,
-    FullSpec,
-    LayerSpec,
-    MambaSpec,
-    MlaSpec,
-    RequestLimits,
-    SinkSpec,
-    SlidingWindowSpec,
-)
+from kvferry.proto.specs import FullSpec, LayerSpec, RequestLimits
 
 Json = dict[str, Any]
 
 FOLDER = Path(os.environ.get("KVFERRY_GOLDEN", Path(__file__).parent / "data"))
-SPECS: dict[str, type[LayerSpec]] = {
-    "full": FullSpec,
-    "mla": MlaSpec,
-    "sliding_window": SlidingWindowSpec,
-    "chunked_local": ChunkedLocalSpec,
-    "mamba": MambaSpec,
-    "cross": CrossSpec,
-    "sink": SinkSpec,
-}
 GIB = 1 << 30
 
 # What vLLM raises, and the beginning of its message, for each of our refusals.
@@ -80,11 +62,11 @@ def vectors() -> list[Any]:
 
 
 def spec_of(plain: Json) -> LayerSpec:
-    fields = {name: value for name, value in plain.items() if name != "kind"}
+    fields = settings_of(plain)
     if "shapes" in fields:
         fields["shapes"] = tuple(map(tuple, fields["shapes"]))
         fields["dtypes"] = tuple(fields["dtypes"])
-    return SPECS[plain["kind"]](**fields)
+    return KINDS[plain["kind"]](**fields)
 
 
 def limits_of(vector: Json) -> RequestLimits:
@@ -127,7 +109,7 @@ def plain_group(group: CacheGroup) -> Json:
     }
     spec = group.specs[0]
     if not group.uniform and isinstance(spec, FullSpec) and spec.kind == "full":
-        plain |= {"sliding_window": spec.sliding_window, "chunk_tokens": spec.chunk_tokens}
+        plain |= {"sliding_window": spec.window_tokens, "chunk_tokens": spec.chunk_tokens}
     return plain
 
 
@@ -152,7 +134,7 @@ def plain_plan(found: CachePlan, vector: Json) -> Json:
     }
     if found.concurrency is not None:
         plain["concurrency"] = found.concurrency
-        plain["scheduler_kinds"] = [group.scheduler_kind for group in found.workers[0].groups]
+        plain["scheduler_kinds"] = [spec.kind for spec in found.group_specs]
     if found.max_model_len != vector["max_model_len"]:
         plain["max_model_len"] = found.max_model_len
     return plain

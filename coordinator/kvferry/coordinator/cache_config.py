@@ -3,18 +3,21 @@
 from dataclasses import dataclass
 from math import lcm
 
-from kvferry.coordinator.cache_specs import (
-    CacheSpec,
-    ChunkedLocalSpec,
-    FullSpec,
-    MambaSpec,
-    SinkSpec,
-    SlidingWindowSpec,
-)
-from kvferry.coordinator.profiles import Profile, ProfileName, find_profile
+from kvferry.coordinator.profiles import Profile, find_profile
 from kvferry.coordinator.refusals import config_refused
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.ids import GroupId
+from kvferry.proto.specs import (
+    CURRENT_PROFILE,
+    ChunkedLocalSpec,
+    LayerSpec,
+    MambaSpec,
+    ProfileName,
+    RequestLimits,
+    SinkSpec,
+    SlidingWindowSpec,
+    WholeLengthSpec,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +25,7 @@ class CacheConfig:
     """One pool and its groups. Counts are in tokens unless named otherwise.
 
     - `num_blocks`: size of the pool, the null block included.
-    - `groups`: one spec per cache group, in the order of group ids.
+    - `groups`: one spec per cache group, in the order of group ids; blocks are those of one rank.
     - `hash_block_tokens`: what one hash of a request covers.
     - `max_model_len`: cap of the slots of a request.
     - `profile`: whose decisions are reproduced.
@@ -38,10 +41,10 @@ class CacheConfig:
     """
 
     num_blocks: int
-    groups: tuple[CacheSpec, ...]
+    groups: tuple[LayerSpec, ...]
     hash_block_tokens: int
     max_model_len: int
-    profile: ProfileName = "current"
+    profile: ProfileName = CURRENT_PROFILE
     enable_caching: bool = True
     use_eagle: bool = False
     eagle_groups: tuple[GroupId, ...] = ()
@@ -88,13 +91,13 @@ class CacheConfig:
         spec = self.groups[group_id]
         return spec.block_tokens * self.shards_of(spec)
 
-    def shards_of(self, spec: CacheSpec) -> int:
+    def shards_of(self, spec: LayerSpec) -> int:
         """Return over how many ranks the tokens of a group are dealt."""
         if not self.deals(spec):
             return 1
         return self.dcp * self.pcp if self.rules.prefill_shards_tokens else self.dcp
 
-    def deals(self, spec: CacheSpec) -> bool:
+    def deals(self, spec: LayerSpec) -> bool:
         """Tell whether more ranks mean more tokens per block id in a group."""
         return self.rules.shards_mamba or not isinstance(spec, MambaSpec)
 
@@ -117,7 +120,7 @@ class CacheConfig:
             isinstance(spec, MambaSpec) and spec.mode == "align" and spec.block_tokens >= finest
             for spec in self.groups
         ) and all(
-            isinstance(spec, FullSpec | MambaSpec)
+            isinstance(spec, WholeLengthSpec | MambaSpec)
             or self.block_tokens_of(GroupId(i)) == self.hash_block_tokens
             for i, spec in enumerate(self.groups)
         )
@@ -147,16 +150,15 @@ class CacheConfig:
     def max_held_blocks(self, group_id: GroupId) -> int | None:
         """Return how many blocks of a group one request holds at most, None: all of them."""
         spec = self.groups[group_id]
-        in_flight = self.max_model_len
-        if self.max_in_flight_tokens is not None:
-            in_flight = self.max_in_flight_tokens
-        if isinstance(spec, SlidingWindowSpec):
-            held = min(spec.window_tokens - 1 + in_flight, self.max_model_len)
-            return -(-held // spec.block_tokens) + 1
-        if isinstance(spec, ChunkedLocalSpec):
-            held = min(spec.chunk_tokens + in_flight, self.max_model_len)
-            return -(-held // spec.block_tokens)
-        return None
+        if not isinstance(spec, SlidingWindowSpec | ChunkedLocalSpec):
+            return None
+        in_flight = self.max_in_flight_tokens
+        # Ranks are left out: such groups refuse them, but only when they are looked up.
+        limits = RequestLimits(
+            max_model_len=self.max_model_len,
+            max_in_flight_tokens=self.max_model_len if in_flight is None else in_flight,
+        )
+        return spec.request_pages(limits)
 
 
 def _check_kinds(config: CacheConfig) -> None:
@@ -172,7 +174,7 @@ def _check_kinds(config: CacheConfig) -> None:
                 profile=config.profile,
             )
         block_tokens = config.block_tokens_of(GroupId(number))
-        if spec.sink_tokens < 1 or spec.sink_tokens % block_tokens:
+        if spec.sink_tokens % block_tokens:
             raise config_refused(
                 "sink_not_multiple_of_block",
                 "sink tokens must fill whole blocks",
@@ -249,5 +251,5 @@ def _ranks_fit_groups(config: CacheConfig) -> bool:
     if not config.rules.hybrid_with_context_parallel:
         return False
     if config.pcp > 1:
-        return all(isinstance(spec, FullSpec) for spec in config.groups)
-    return all(isinstance(spec, FullSpec | MambaSpec) for spec in config.groups)
+        return all(isinstance(spec, WholeLengthSpec) for spec in config.groups)
+    return all(isinstance(spec, WholeLengthSpec | MambaSpec) for spec in config.groups)

@@ -11,11 +11,11 @@ from kvferry.proto.specs import (
     FullSpec,
     LayerSpec,
     MambaSpec,
-    MlaSpec,
-    Profile,
+    ProfileName,
     RequestLimits,
     SlidingWindowSpec,
     SpecKind,
+    WholeLengthSpec,
 )
 
 
@@ -35,17 +35,20 @@ class CacheGroup:
     @property
     def kind(self) -> SpecKind | Literal["uniform"]:
         """The kind of all layers, or "uniform"."""
-        return "uniform" if self.uniform else self.scheduler_kind
+        return "uniform" if self.uniform else self.scheduler_spec.kind
 
     @property
-    def scheduler_kind(self) -> SpecKind:
-        """The kind whose rules the group's block table follows."""
-        return self.specs[0].kind
+    def scheduler_spec(self) -> LayerSpec:
+        """The spec whose rules the group's block table follows.
+
+        Layers of a uniform group need the same slots, so any of them will do: it is the first.
+        """
+        return self.specs[0]
 
     @property
     def block_tokens(self) -> int:
         """Tokens that a block of this group covers on one rank."""
-        return self.specs[0].block_tokens
+        return self.scheduler_spec.block_tokens
 
     @property
     def page_bytes(self) -> int:
@@ -96,7 +99,7 @@ def merged_spec(specs: Sequence[LayerSpec]) -> LayerSpec | None:
     full = [spec for spec in specs if isinstance(spec, FullSpec)]
     if len(full) < len(specs):
         return None
-    windows = {spec.sliding_window for spec in full if spec.sliding_window is not None}
+    windows = {spec.window_tokens for spec in full if spec.window_tokens is not None}
     chunks = {spec.chunk_tokens for spec in full if spec.chunk_tokens is not None}
     if len(windows) > 1 or len(chunks) > 1:
         raise ConfigError(
@@ -104,25 +107,25 @@ def merged_spec(specs: Sequence[LayerSpec]) -> LayerSpec | None:
             given={"windows": sorted(windows), "chunks": sorted(chunks)},
             allowed="one window or one chunk size, or the hybrid cache",
         )
-    bare = {replace(spec, sliding_window=None, chunk_tokens=None) for spec in full}
+    bare = {replace(spec, window_tokens=None, chunk_tokens=None) for spec in full}
     if len(bare) > 1 or (windows and chunks):
         return None
     window, chunk = max(windows, default=None), max(chunks, default=None)
-    return replace(bare.pop(), sliding_window=window, chunk_tokens=chunk)
+    return replace(bare.pop(), window_tokens=window, chunk_tokens=chunk)
 
 
-def are_one_type(specs: Sequence[LayerSpec], profile: Profile) -> bool:
+def are_one_type(specs: Sequence[LayerSpec], profile: ProfileName) -> bool:
     """Tell whether all layers always need the same number of token slots."""
     return len({type_key(spec, profile) for spec in specs}) == 1
 
 
-def type_key(spec: LayerSpec, profile: Profile) -> tuple[object, ...]:
+def type_key(spec: LayerSpec, profile: ProfileName) -> tuple[object, ...]:
     """Return what two layers must have in common to fill one block table alike."""
     match spec:
-        case FullSpec() | MlaSpec():
+        case WholeLengthSpec():
             return ("whole length", spec.block_tokens)
         case SlidingWindowSpec():
-            return (spec.kind, spec.block_tokens, spec.sliding_window)
+            return (spec.kind, spec.block_tokens, spec.window_tokens)
         case ChunkedLocalSpec():
             return (spec.kind, spec.block_tokens, spec.chunk_tokens)
         case MambaSpec():

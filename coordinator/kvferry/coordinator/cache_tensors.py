@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from kvferry.coordinator.cache_groups import CacheGroup
-from kvferry.proto.specs import LayerSpec, MemoryOrder, Profile
+from kvferry.proto.specs import LayerSpec, MemoryOrder, ProfileName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class CacheTensor:
 
 
 def lay_out_tensors(
-    groups: Sequence[CacheGroup], num_blocks: int, profile: Profile, order: MemoryOrder
+    groups: Sequence[CacheGroup], num_blocks: int, profile: ProfileName, order: MemoryOrder
 ) -> tuple[CacheTensor, ...]:
     """Lay out `num_blocks` blocks of the groups that one worker holds."""
     if profile == "0.17":

@@ -24,8 +24,9 @@ from kvferry.proto.specs import (
     MambaSpec,
     MemoryOrder,
     MlaSpec,
-    Profile,
+    ProfileName,
     SlidingWindowSpec,
+    WholeLengthSpec,
 )
 
 Layers = Mapping[str, LayerSpec]
@@ -33,11 +34,11 @@ Layers = Mapping[str, LayerSpec]
 
 # The kind with the fewest layers sets the group size, unless the kind with the most has hardly
 # more: then padding the smaller ones up to it wastes less.
-_PADDED_UP_TO: Mapping[Profile, float] = {"0.17": 1.25, "0.32": 1.5}
+_PADDED_UP_TO: Mapping[ProfileName, float] = {"0.17": 1.25, "0.32": 1.5}
 
 
 def group_layers(
-    layers: Layers, *, profile: Profile, order: MemoryOrder = "LBHNC", hybrid: bool = True
+    layers: Layers, *, profile: ProfileName, order: MemoryOrder = "LBHNC", hybrid: bool = True
 ) -> tuple[CacheGroup, ...]:
     """Split a model's layers into groups; a model without cached layers has none.
 
@@ -68,7 +69,7 @@ def group_layers(
     return _split(equal, profile)
 
 
-def as_one_type(layers: Layers, profile: Profile) -> dict[str, LayerSpec]:
+def as_one_type(layers: Layers, profile: ProfileName) -> dict[str, LayerSpec]:
     """Treat local layers as full ones where the model has full ones; they remember their range.
 
     Layers that are of one type already are returned as they are.
@@ -78,7 +79,7 @@ def as_one_type(layers: Layers, profile: Profile) -> dict[str, LayerSpec]:
     """
     promoted = dict(layers)
     if not _fit_one_group(promoted, profile):
-        full = [spec for spec in layers.values() if isinstance(spec, FullSpec | MlaSpec)]
+        full = [spec for spec in layers.values() if isinstance(spec, WholeLengthSpec)]
         if full:
             sizes = {spec.block_tokens for spec in full}
             # 0.17 leaves a local layer its own block.
@@ -93,7 +94,7 @@ def as_one_type(layers: Layers, profile: Profile) -> dict[str, LayerSpec]:
     return promoted
 
 
-def _fit_one_group(layers: Layers, profile: Profile) -> bool:
+def _fit_one_group(layers: Layers, profile: ProfileName) -> bool:
     specs = tuple(layers.values())
     return not specs or merged_spec(specs) is not None or are_one_type(specs, profile)
 
@@ -107,7 +108,7 @@ def _promoted(spec: LayerSpec, block_tokens: int | None) -> LayerSpec:
         head_dim=spec.head_dim,
         head_dim_v=spec.head_dim_v,
         dtype=spec.dtype,
-        sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+        window_tokens=spec.window_tokens if isinstance(spec, SlidingWindowSpec) else None,
         chunk_tokens=spec.chunk_tokens if isinstance(spec, ChunkedLocalSpec) else None,
     )
     if spec.page_padded is None:
@@ -121,7 +122,7 @@ def _may_keep_whole_length(layers: Layers) -> bool:
     return {MlaSpec, SlidingWindowSpec} <= kinds and ChunkedLocalSpec not in kinds
 
 
-def with_equal_pages(layers: Layers, profile: Profile) -> dict[str, LayerSpec]:
+def with_equal_pages(layers: Layers, profile: ProfileName) -> dict[str, LayerSpec]:
     """Bring all pages to the size of the largest: by more tokens a block, else (0.32) by padding.
 
     Raises:
@@ -131,7 +132,7 @@ def with_equal_pages(layers: Layers, profile: Profile) -> dict[str, LayerSpec]:
     return {layer: _with_page(layer, spec, target, profile) for layer, spec in layers.items()}
 
 
-def _with_page(layer: str, spec: LayerSpec, target: int, profile: Profile) -> LayerSpec:
+def _with_page(layer: str, spec: LayerSpec, target: int, profile: ProfileName) -> LayerSpec:
     if spec.page_bytes == target:
         return spec
     is_state = isinstance(spec, MambaSpec)
@@ -155,7 +156,7 @@ def _with_page(layer: str, spec: LayerSpec, target: int, profile: Profile) -> La
     return replace(spec, block_tokens=spec.block_tokens * ratio)
 
 
-def _split(layers: Layers, profile: Profile) -> tuple[CacheGroup, ...]:
+def _split(layers: Layers, profile: ProfileName) -> tuple[CacheGroup, ...]:
     """Split layers of equal pages into groups of one spec and about the same number of layers."""
     kinds = _by_spec(layers, profile)
     fewest = min(len(names) for names in kinds)
@@ -174,7 +175,7 @@ def _split(layers: Layers, profile: Profile) -> tuple[CacheGroup, ...]:
     return tuple(groups)
 
 
-def _by_spec(layers: Layers, profile: Profile) -> list[list[str]]:
+def _by_spec(layers: Layers, profile: ProfileName) -> list[list[str]]:
     """Return the names of layers that one spec describes, in order of first appearance."""
     equal: dict[LayerSpec, list[str]] = {}
     for name, spec in layers.items():

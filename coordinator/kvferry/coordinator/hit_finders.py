@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvferry.coordinator.cache_config import CacheConfig
-from kvferry.coordinator.cache_specs import CacheSpec, FullSpec, MambaSpec
 from kvferry.coordinator.managers.base import GroupManager
 from kvferry.proto.ids import BlockHash, BlockId, GroupId
+from kvferry.proto.specs import LayerSpec, MambaSpec, WholeLengthSpec
 
 GroupBlocks = tuple[Sequence[BlockId], ...]
 """One list of block ids per group, in group order."""
@@ -74,13 +74,10 @@ class OneGroupHits:
 class _Kind(NamedTuple):
     """Groups of equal specs, looked up jointly through the manager of the first."""
 
-    spec: CacheSpec
     manager: GroupManager
     group_ids: tuple[GroupId, ...]
-
-    @property
-    def is_full(self) -> bool:
-        return isinstance(self.spec, FullSpec)
+    is_full: bool
+    is_state: bool
 
 
 class HybridHits:
@@ -90,10 +87,18 @@ class HybridHits:
     """
 
     def __init__(self, config: CacheConfig, managers: Sequence[GroupManager]) -> None:
-        members: dict[CacheSpec, list[GroupId]] = {}
+        members: dict[LayerSpec, list[GroupId]] = {}
         for manager in managers:
             members.setdefault(config.groups[manager.group_id], []).append(manager.group_id)
-        kinds = [_Kind(spec, managers[ids[0]], tuple(ids)) for spec, ids in members.items()]
+        kinds = [
+            _Kind(
+                managers[ids[0]],
+                tuple(ids),
+                is_full=isinstance(spec, WholeLengthSpec),
+                is_state=isinstance(spec, MambaSpec),
+            )
+            for spec, ids in members.items()
+        ]
         self._kinds = sorted(kinds, key=lambda kind: not kind.is_full)
         self._num_groups = len(managers)
         self._hash_tokens = config.hash_block_tokens
@@ -136,7 +141,7 @@ class HybridHits:
             return candidate // kind.manager.block_tokens * kind.manager.block_tokens
         drop = kind.manager.drops and number not in search.dropped
         reach = candidate
-        if drop and self._drops_once and not isinstance(kind.spec, MambaSpec):
+        if drop and self._drops_once and not kind.is_state:
             # What will be dropped is looked up beyond the candidate, so the drop lands on it.
             reach = min(candidate + self._drop_tokens(kind), len(hashes) * self._hash_tokens)
         found, length = kind.manager.find_longest_hit(hashes, reach, kind.group_ids, drop=drop)

@@ -5,17 +5,10 @@ from dataclasses import dataclass
 
 from kvferry.coordinator.cache_config import CacheConfig
 from kvferry.coordinator.cache_manager import CacheManager
-from kvferry.coordinator.cache_specs import (
-    CacheSpec,
-    ChunkedLocalSpec,
-    FullSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
 from kvferry.coordinator.hit_finders import GroupBlocks
 from kvferry.coordinator.prefix_rules import rules_of
 from kvferry.coordinator.request_state import RequestState
-from kvferry.proto.identity import GroupSpec
+from kvferry.proto.group_specs import specs_of
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, LeaseId, RequestId
 from kvferry.proto.messages import InstanceInfo
 from kvferry.proto.step_messages import Source
@@ -66,7 +59,7 @@ class Instance:
         self.manager = CacheManager(
             CacheConfig(
                 num_blocks=info.num_blocks,
-                groups=tuple(_spec_of(group, self.block_tokens) for group in info.identity.groups),
+                groups=specs_of(info.identity, self.block_tokens),
                 hash_block_tokens=self.block_tokens,
                 # A store has no model; no request of its own could be longer than its pool.
                 max_model_len=info.max_model_len or info.num_blocks * self.block_tokens,
@@ -120,17 +113,3 @@ def _real(tables: GroupBlocks, num_blocks: int | None) -> Iterator[BlockId]:
         for block in table[:num_blocks]:
             if block != NULL_BLOCK:
                 yield block
-
-
-def _spec_of(group: GroupSpec, block_tokens: int) -> CacheSpec:
-    match group.kind:
-        case "full":
-            return FullSpec(block_tokens=block_tokens)
-        case "sliding_window":
-            assert group.window_tokens is not None
-            return SlidingWindowSpec(block_tokens=block_tokens, window_tokens=group.window_tokens)
-        case "chunked_local":
-            assert group.chunk_tokens is not None
-            return ChunkedLocalSpec(block_tokens=block_tokens, chunk_tokens=group.chunk_tokens)
-        case "mamba":
-            return MambaSpec(block_tokens=block_tokens, mode="all")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 
 from kvferry.coordinator.cache_groups import CacheGroup, type_key, uniform_group
-from kvferry.proto.specs import LayerSpec, MambaSpec, Profile, SlidingWindowSpec
+from kvferry.proto.specs import LayerSpec, MambaSpec, ProfileName, SlidingWindowSpec
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _Bucket:
         ]
 
 
-def packed_groups(layers: Mapping[str, LayerSpec], profile: Profile) -> tuple[CacheGroup, ...]:
+def packed_groups(layers: Mapping[str, LayerSpec], profile: ProfileName) -> tuple[CacheGroup, ...]:
     """Group layers by type, each keeping its page size, with groups about equally wide.
 
     Buckets that mix page sizes evenly stay whole and set how often the layer pattern repeats in a
@@ -83,7 +83,7 @@ def packed_groups(layers: Mapping[str, LayerSpec], profile: Profile) -> tuple[Ca
     return tuple(groups)
 
 
-def _buckets(layers: Mapping[str, LayerSpec], profile: Profile) -> list[_Bucket]:
+def _buckets(layers: Mapping[str, LayerSpec], profile: ProfileName) -> list[_Bucket]:
     buckets: dict[tuple[object, ...], _Bucket] = {}
     for layer, spec in layers.items():
         bucket = buckets.setdefault(type_key(spec, profile), _Bucket(spec))

@@ -3,13 +3,12 @@
 One flag per place in which they differ, so that code asks for a behaviour, never for a version.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
-from kvferry.proto.errors import ConfigError
 from kvferry.proto.scheme import KeyFormat
-
-ProfileName = Literal["current", "0.32", "0.17"]
+from kvferry.proto.specs import ProfileName, require_one_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +79,15 @@ _V032 = Profile(
     admits_with_reserve=True,
     builds_sinks=False,
 )
-_PROFILES: dict[str, Profile] = {"0.17": _V017, "0.32": _V032, "current": _V032}
+_PROFILES: Mapping[ProfileName, Profile] = {"0.17": _V017, "0.32": _V032}
 
 
-def find_profile(name: str) -> Profile:
-    """Return a profile by name; "current" is the newest.
+def find_profile(name: ProfileName) -> Profile:
+    """Return a profile by name.
 
     Raises:
         ConfigError: no such profile.
 
     """
-    found = _PROFILES.get(name)
-    if found is None:
-        raise ConfigError("unknown profile", given=name, allowed=sorted(_PROFILES))
-    return found
+    require_one_of("profile", name, get_args(ProfileName))
+    return _PROFILES[name]

@@ -80,6 +80,14 @@ class CachePlan:
     concurrency: float | None
     workers: tuple[WorkerPlan, ...]
 
+    @property
+    def group_specs(self) -> tuple[LayerSpec, ...]:
+        """One spec per group, as the groups of a `CacheConfig`: blocks are those of one rank.
+
+        Workers differ in the layers they hold of a group, not in the rules of its block table.
+        """
+        return tuple(group.scheduler_spec for group in self.workers[0].groups)
+
 
 def kv_cache_bytes(total_bytes: int, fraction: float, peak_bytes: int) -> int:
     """Return what a fraction of the device memory leaves for the KV cache; may be negative.

@@ -1,4 +1,4 @@
-"""What the cache of one layer looks like: bytes of a page, and the most one request can take.
+"""What the cache of one layer looks like: its kind, bytes of a page, the most a request can take.
 
 A page is what one block id covers in one layer on one rank: `block_tokens` token slots, or one
 state. All sizes are in bytes unless a name says otherwise. Nothing here needs torch: dtypes are its
@@ -10,11 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Final, Literal, get_args
 
 from kvferry.proto.errors import ConfigError
 
-Profile = Literal["0.17", "0.32"]
+ProfileName = Literal["0.17", "0.32"]
+"""The version of vLLM whose decisions are reproduced."""
+
+CURRENT_PROFILE: Final[ProfileName] = "0.32"
+
 SpecKind = Literal["full", "mla", "sliding_window", "chunked_local", "mamba", "cross", "sink"]
 StateMode = Literal["none", "all", "align"]
 MemoryOrder = Literal["LBHNC", "BLHNC"]
@@ -46,10 +50,10 @@ class RequestLimits:
     max_encoder_tokens: int = 0
     dcp: int = 1
     pcp: int = 1
-    profile: Profile = "0.32"
+    profile: ProfileName = CURRENT_PROFILE
 
     def __post_init__(self) -> None:
-        require_one_of("profile", self.profile, get_args(Profile))
+        require_one_of("profile", self.profile, get_args(ProfileName))
         for name in ("max_model_len", "max_in_flight_tokens", "dcp", "pcp"):
             require_integer(name, getattr(self, name), at_least=1)
         require_integer("max_encoder_tokens", self.max_encoder_tokens, at_least=0)
@@ -64,6 +68,7 @@ class RequestLimits:
 class LayerSpec(ABC):
     """The cache of one layer on one rank.
 
+    `event_kind` is what KV events call the kind. Groups of equal specs are looked up jointly.
     `page_padded`, where given, is the size in bytes that a page is padded to.
 
     Raises:
@@ -72,6 +77,7 @@ class LayerSpec(ABC):
     """
 
     kind: ClassVar[SpecKind]
+    event_kind: ClassVar[str]
     block_tokens: int
     page_padded: int | None = None
 
@@ -89,6 +95,11 @@ class LayerSpec(ABC):
     @abstractmethod
     def content_bytes(self) -> int:
         """Bytes of a page that are used."""
+
+    @property
+    def window_tokens_in_events(self) -> int | None:
+        """The window that KV events tell, None for kinds without one."""
+        return None
 
     @property
     def page_bytes(self) -> int:
@@ -139,26 +150,32 @@ class AttentionSpec(LayerSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullSpec(AttentionSpec):
-    """Full attention.
+class WholeLengthSpec(AttentionSpec):
+    """A layer that keeps the blocks of all tokens, whatever it reads of them."""
 
-    `sliding_window` and `chunk_tokens` are remembered from a local layer that keeps blocks for all
+    def request_pages(self, limits: RequestLimits) -> int:
+        """Return the pages of this rank's share of the longest sequence."""
+        return _ceil_div(_ceil_div(limits.max_model_len, limits.token_shards), self.block_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullSpec(WholeLengthSpec):
+    """Full attention: every token attends to all tokens before it.
+
+    `window_tokens` and `chunk_tokens` are remembered from a local layer that keeps blocks for all
     tokens although it reads only its own range.
     """
 
     kind: ClassVar[SpecKind] = "full"
-    sliding_window: int | None = None
+    event_kind: ClassVar[str] = "full_attention"
+    window_tokens: int | None = None
     chunk_tokens: int | None = None
 
     def _check(self) -> None:
         super()._check()
-        for name in ("sliding_window", "chunk_tokens"):
+        for name in ("window_tokens", "chunk_tokens"):
             if getattr(self, name) is not None:
                 require_integer(name, getattr(self, name), at_least=1)
-
-    def request_pages(self, limits: RequestLimits) -> int:
-        """Return the pages of this rank's share of the longest sequence."""
-        return _pages_of_whole_length(self.block_tokens, limits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +183,7 @@ class SinkSpec(FullSpec):
     """Full attention whose first `sink_tokens` tokens every request shares."""
 
     kind: ClassVar[SpecKind] = "sink"
+    event_kind: ClassVar[str] = "sink_full_attention"
     sink_tokens: int
 
     def _check(self) -> None:
@@ -174,13 +192,14 @@ class SinkSpec(FullSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlaSpec(AttentionSpec):
+class MlaSpec(WholeLengthSpec):
     """One latent vector a token, no V: `[block_tokens, kv_heads, head_dim]` a page.
 
     With `cache_dtype` "fp8_ds_mla" a token takes 656 bytes, whatever the other fields say.
     """
 
     kind: ClassVar[SpecKind] = "mla"
+    event_kind: ClassVar[str] = "mla_attention"
     cache_dtype: str | None = None
 
     def _check(self) -> None:
@@ -195,21 +214,26 @@ class MlaSpec(AttentionSpec):
             return self.block_tokens * _FP8_DS_MLA_TOKEN_BYTES
         return self.block_tokens * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
-    def request_pages(self, limits: RequestLimits) -> int:
-        """Return the pages of this rank's share of the longest sequence."""
-        return _pages_of_whole_length(self.block_tokens, limits)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
-    """Attention to the last `sliding_window` tokens; blocks before them are given back."""
+    """Attention of a token to itself and the `window_tokens - 1` tokens before it.
+
+    Blocks before them are given back.
+    """
 
     kind: ClassVar[SpecKind] = "sliding_window"
-    sliding_window: int
+    event_kind: ClassVar[str] = "sliding_window"
+    window_tokens: int
 
     def _check(self) -> None:
         super()._check()
-        require_integer("sliding_window", self.sliding_window, at_least=1)
+        require_integer("window_tokens", self.window_tokens, at_least=1)
+
+    @property
+    def window_tokens_in_events(self) -> int | None:
+        """The window itself."""
+        return self.window_tokens
 
     def request_pages(self, limits: RequestLimits) -> int:
         """Return the pages of the window and the tokens in flight.
@@ -223,7 +247,7 @@ class SlidingWindowSpec(AttentionSpec):
                 given={"dcp": limits.dcp},
                 allowed={"dcp": 1},
             )
-        held = self.sliding_window - 1 + limits.max_in_flight_tokens
+        held = self.window_tokens - 1 + limits.max_in_flight_tokens
         # One more, because the window seldom starts at the beginning of a block.
         return _ceil_div(min(held, limits.max_model_len), self.block_tokens) + 1
 
@@ -233,6 +257,7 @@ class ChunkedLocalSpec(AttentionSpec):
     """Attention within chunks of `chunk_tokens`; blocks of earlier chunks are given back."""
 
     kind: ClassVar[SpecKind] = "chunked_local"
+    event_kind: ClassVar[str] = "chunked_local_attention"
     chunk_tokens: int
 
     def _check(self) -> None:
@@ -247,9 +272,10 @@ class ChunkedLocalSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class CrossSpec(AttentionSpec):
-    """Cross attention: K and V of the encoder's tokens."""
+    """Cross attention: K and V of the encoder's tokens; requests share nothing of it."""
 
     kind: ClassVar[SpecKind] = "cross"
+    event_kind: ClassVar[str] = "cross_attention"
 
     def request_pages(self, limits: RequestLimits) -> int:
         """Return the pages of the longest encoder input.
@@ -270,6 +296,7 @@ class MambaSpec(LayerSpec):
     """
 
     kind: ClassVar[SpecKind] = "mamba"
+    event_kind: ClassVar[str] = "mamba"
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     mode: StateMode = "none"
@@ -304,10 +331,6 @@ class MambaSpec(LayerSpec):
             return _ceil_div(limits.max_model_len, self.block_tokens)
         # 0.32 counts only the state that cannot be given up; cached ones may be evicted.
         return 1 + self.speculative_blocks
-
-
-def _pages_of_whole_length(block_tokens: int, limits: RequestLimits) -> int:
-    return _ceil_div(_ceil_div(limits.max_model_len, limits.token_shards), block_tokens)
 
 
 def _ceil_div(value: int, divisor: int) -> int:

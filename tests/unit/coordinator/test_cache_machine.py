@@ -13,33 +13,34 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tests.unit.coordinator.caches import spec_of
 from tests.unit.coordinator.pool_checks import check_owners, check_pool
 
 from kvferry.coordinator.cache_config import CacheConfig
 from kvferry.coordinator.cache_manager import CacheManager
-from kvferry.coordinator.cache_specs import (
-    CacheSpec,
+from kvferry.coordinator.request_state import KnownContent, RequestState
+from kvferry.proto.errors import BadInputError
+from kvferry.proto.ids import BlockHash, BlockId, RequestId
+from kvferry.proto.specs import (
     ChunkedLocalSpec,
     CrossSpec,
     FullSpec,
+    LayerSpec,
     MambaSpec,
     MlaSpec,
     SinkSpec,
     SlidingWindowSpec,
 )
-from kvferry.coordinator.request_state import KnownContent, RequestState
-from kvferry.proto.errors import BadInputError
-from kvferry.proto.ids import BlockHash, BlockId, RequestId
 
-FULL, MLA = FullSpec(block_tokens=4), MlaSpec(block_tokens=4)
-WINDOW = SlidingWindowSpec(block_tokens=4, window_tokens=6)
-CHUNKED = ChunkedLocalSpec(block_tokens=4, chunk_tokens=8)
-ALL = MambaSpec(block_tokens=4, mode="all", speculative_blocks=1)
-ALIGN = MambaSpec(block_tokens=4, mode="align", speculative_blocks=1)
-SINK = SinkSpec(block_tokens=4, sink_tokens=4)
+FULL, MLA = spec_of(FullSpec), spec_of(MlaSpec)
+WINDOW = spec_of(SlidingWindowSpec, window_tokens=6)
+CHUNKED = spec_of(ChunkedLocalSpec, chunk_tokens=8)
+ALL = spec_of(MambaSpec, mode="all", speculative_blocks=1)
+ALIGN = spec_of(MambaSpec, mode="align", speculative_blocks=1)
+SINK = spec_of(SinkSpec, sink_tokens=4)
 
 # Groups and settings; each runs under both profiles unless it names one.
-CACHES: list[tuple[tuple[CacheSpec, ...], dict[str, Any]]] = [
+CACHES: list[tuple[tuple[LayerSpec, ...], dict[str, Any]]] = [
     ((FULL,), {}),
     ((FULL,), {"use_eagle": True}),
     ((MLA,), {"dcp": 2, "hash_block_tokens": 8}),
@@ -47,21 +48,21 @@ CACHES: list[tuple[tuple[CacheSpec, ...], dict[str, Any]]] = [
     ((CHUNKED,), {}),
     ((ALL,), {}),
     ((ALIGN,), {}),
-    ((MambaSpec(block_tokens=4, mode="none"),), {"enable_caching": False}),
+    ((spec_of(MambaSpec, mode="none"),), {"enable_caching": False}),
     ((SINK,), {"profile": "0.17"}),
-    ((FULL, CrossSpec(block_tokens=4)), {"enable_caching": False}),
+    ((FULL, spec_of(CrossSpec)), {"enable_caching": False}),
     ((FULL, WINDOW), {}),
     ((WINDOW, FULL), {"use_eagle": True}),
     ((FULL, CHUNKED), {}),
-    ((FULL, WINDOW, SlidingWindowSpec(block_tokens=4, window_tokens=11)), {}),
+    ((FULL, WINDOW, spec_of(SlidingWindowSpec, window_tokens=11)), {}),
     ((FULL, ALL), {}),
     ((FULL, ALIGN), {}),
     (
-        (FullSpec(block_tokens=8), SlidingWindowSpec(block_tokens=4, window_tokens=9)),
+        (spec_of(FullSpec, block_tokens=8), spec_of(SlidingWindowSpec, window_tokens=9)),
         {"hash_block_tokens": 2},
     ),
     (
-        (FullSpec(block_tokens=8), MambaSpec(block_tokens=8, mode="align")),
+        (spec_of(FullSpec, block_tokens=8), spec_of(MambaSpec, block_tokens=8, mode="align")),
         {"profile": "0.32"},
     ),
     ((FULL, WINDOW), {"profile": "0.32", "retention_interval": 8, "watermark": 0.1}),
@@ -86,7 +87,7 @@ prompts = st.builds(
 class CacheMachine(RuleBasedStateMachine):
     """Plays a scheduler: admits with hits, grows, loads, drafts, preempts, frees, evicts."""
 
-    groups: ClassVar[tuple[CacheSpec, ...]] = ()
+    groups: ClassVar[tuple[LayerSpec, ...]] = ()
     changes: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
@@ -274,7 +275,7 @@ class CacheMachine(RuleBasedStateMachine):
     ids=lambda value: "+".join(spec.kind for spec in value) if isinstance(value, tuple) else None,
 )
 def test_nothing_is_lost_or_shared_wrongly_in_random_lives(
-    groups: tuple[CacheSpec, ...], changes: dict[str, Any]
+    groups: tuple[LayerSpec, ...], changes: dict[str, Any]
 ) -> None:
     machine = type("Chosen", (CacheMachine,), {"groups": groups, "changes": changes})
     run_state_machine_as_test(

@@ -1,29 +1,29 @@
 """Known failures with several groups, drafters and ranks; the number names the case."""
 
 import pytest
-from tests.unit.coordinator.caches import cache_of, full_cache
+from tests.unit.coordinator.caches import cache_of, full_cache, spec_of
 from tests.unit.coordinator.pool_checks import check_owners, check_pool
 
 from kvferry.coordinator.cache_manager import CacheManager
-from kvferry.coordinator.cache_specs import (
-    CacheSpec,
-    ChunkedLocalSpec,
-    CrossSpec,
-    FullSpec,
-    MambaSpec,
-    MlaSpec,
-    SlidingWindowSpec,
-)
 from kvferry.coordinator.pool_events import Stored
 from kvferry.coordinator.request_state import KnownContent, RequestState
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.hashing import hash_tokens, make_scheme
 from kvferry.proto.ids import GroupedHash, RequestId
+from kvferry.proto.specs import (
+    ChunkedLocalSpec,
+    CrossSpec,
+    FullSpec,
+    LayerSpec,
+    MambaSpec,
+    MlaSpec,
+    SlidingWindowSpec,
+)
 
-FULL = FullSpec(block_tokens=4)
-WINDOW_8 = SlidingWindowSpec(block_tokens=4, window_tokens=8)
-WINDOW_16 = SlidingWindowSpec(block_tokens=4, window_tokens=16)
-STATES = MambaSpec(block_tokens=4, mode="all")
+FULL = spec_of(FullSpec)
+WINDOW_8 = spec_of(SlidingWindowSpec, window_tokens=8)
+WINDOW_16 = spec_of(SlidingWindowSpec, window_tokens=16)
+STATES = spec_of(MambaSpec, mode="all")
 
 
 def request(manager: CacheManager, name: str, tokens: list[int]) -> RequestState:
@@ -103,7 +103,7 @@ def test_b13_nothing_is_loaded_over_blocks_that_are_here() -> None:
 )
 @pytest.mark.parametrize(("use_eagle", "tokens"), [(True, 36), (False, 40)])
 def test_b24_one_block_is_given_up_once_however_many_groups_there_are(
-    groups: tuple[CacheSpec, ...], use_eagle: bool, tokens: int
+    groups: tuple[LayerSpec, ...], use_eagle: bool, tokens: int
 ) -> None:
     manager = cache_of(*groups, use_eagle=use_eagle)
     compute(manager, request(manager, "r0", list(range(1, 42))))
@@ -144,14 +144,14 @@ def test_b25_without_the_state_at_the_agreed_position_nothing_is_hit() -> None:
     ("spec", "tokens"),
     [
         (FULL, 12),
-        (MlaSpec(block_tokens=4), 12),
+        (spec_of(MlaSpec), 12),
         (WINDOW_8, 12),
         (WINDOW_16, 12),
         # A drafter has no such layers: its block is given up by the groups it does have.
         (STATES, 16),
     ],
 )
-def test_b25_every_kind_returns_the_length_that_it_holds(spec: CacheSpec, tokens: int) -> None:
+def test_b25_every_kind_returns_the_length_that_it_holds(spec: LayerSpec, tokens: int) -> None:
     manager = cache_of(spec, use_eagle=True)
     compute(manager, request(manager, "r0", list(range(1, 18))))
     (blocks,), hits = manager.get_computed_blocks(request(manager, "r1", list(range(1, 18))))
@@ -162,11 +162,11 @@ def test_b25_every_kind_returns_the_length_that_it_holds(spec: CacheSpec, tokens
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (ChunkedLocalSpec(block_tokens=4, chunk_tokens=8), "eagle_with_chunked_local"),
-        (CrossSpec(block_tokens=4), "cross_attention_lookup"),
+        (spec_of(ChunkedLocalSpec, chunk_tokens=8), "eagle_with_chunked_local"),
+        (spec_of(CrossSpec), "cross_attention_lookup"),
     ],
 )
-def test_b25_a_kind_that_cannot_give_a_block_up_says_so(spec: CacheSpec, reason: str) -> None:
+def test_b25_a_kind_that_cannot_give_a_block_up_says_so(spec: LayerSpec, reason: str) -> None:
     manager = cache_of(spec, use_eagle=True)
     with pytest.raises(BadInputError, match=f"reason={reason}"):
         manager.get_computed_blocks(request(manager, "r", list(range(1, 18))))

@@ -15,21 +15,21 @@ from kvferry.proto.specs import (
     MambaSpec,
     MemoryOrder,
     MlaSpec,
-    Profile,
+    ProfileName,
     SlidingWindowSpec,
 )
 
 # Pages of 1,024 bytes: 16 tokens x 1 head x (8 + 8) x 4.
 FULL = FullSpec(block_tokens=16, kv_heads=1, head_dim=8, dtype="float32")
 WINDOW = SlidingWindowSpec(
-    block_tokens=16, kv_heads=1, head_dim=8, dtype="float32", sliding_window=64
+    block_tokens=16, kv_heads=1, head_dim=8, dtype="float32", window_tokens=64
 )
 CHUNKED = ChunkedLocalSpec(
     block_tokens=16, kv_heads=1, head_dim=8, dtype="float32", chunk_tokens=64
 )
 STATE = MambaSpec(block_tokens=16, shapes=((64,),), dtypes=("float32",))  # 256 bytes
 MLA = MlaSpec(block_tokens=16, kv_heads=1, head_dim=24, dtype="float32")  # 1,536 bytes
-PROFILES: tuple[Profile, ...] = ("0.17", "0.32")
+PROFILES: tuple[ProfileName, ...] = ("0.17", "0.32")
 
 
 def model(*specs: LayerSpec) -> dict[str, LayerSpec]:
@@ -43,23 +43,23 @@ def shape(groups: tuple[CacheGroup, ...]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_equal_layers_are_one_group(profile: Profile) -> None:
+def test_equal_layers_are_one_group(profile: ProfileName) -> None:
     assert shape(group_layers(model(FULL, FULL), profile=profile)) == [("full", "0 1")]
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_model_without_cached_layers_has_no_group(profile: Profile) -> None:
+def test_a_model_without_cached_layers_has_no_group(profile: ProfileName) -> None:
     assert group_layers({}, profile=profile) == ()
     assert group_layers({}, profile=profile, hybrid=False) == ()
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_layers_of_one_type_and_different_bytes_are_one_uniform_group(profile: Profile) -> None:
+def test_layers_of_one_type_and_different_bytes_are_one_uniform_group(profile: ProfileName) -> None:
     wide = replace(FULL, kv_heads=3)
     (group,) = group_layers(model(FULL, wide, MLA), profile=profile)
     assert (group.kind, group.layers, group.block_tokens) == ("uniform", ("0", "1", "2"), 16)
     assert group.page_bytes == group.bytes_per_block == 1024 + 3072 + 1536
-    assert group.scheduler_kind == "full"
+    assert group.scheduler_spec == FULL
 
 
 def test_states_of_different_sizes_share_a_group_in_0_17_only() -> None:
@@ -71,7 +71,7 @@ def test_states_of_different_sizes_share_a_group_in_0_17_only() -> None:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_kind_with_the_fewest_layers_sets_the_group_size_and_layers_are_dealt_in_turn(
-    profile: Profile,
+    profile: ProfileName,
 ) -> None:
     layers = model(FULL, WINDOW, WINDOW, FULL, WINDOW, WINDOW)
     assert shape(group_layers(layers, profile=profile)) == [
@@ -86,14 +86,14 @@ def test_the_kind_with_the_fewest_layers_sets_the_group_size_and_layers_are_deal
     [(5, "0.17", 3), (5, "0.32", 2), (6, "0.32", 3), (4, "0.17", 2), (4, "0.32", 2)],
 )
 def test_a_kind_with_few_more_layers_than_the_smallest_is_not_split(
-    num_full: int, profile: Profile, num_groups: int
+    num_full: int, profile: ProfileName, num_groups: int
 ) -> None:
     layers = model(*[FULL] * num_full, *[WINDOW] * 4)
     assert len(group_layers(layers, profile=profile)) == num_groups
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_smaller_page_grows_by_more_tokens_a_block(profile: Profile) -> None:
+def test_a_smaller_page_grows_by_more_tokens_a_block(profile: ProfileName) -> None:
     half = replace(WINDOW, head_dim=4)
     groups = group_layers(model(FULL, half), profile=profile)
     assert [(group.block_tokens, group.page_bytes) for group in groups] == [(16, 1024), (32, 1024)]
@@ -120,7 +120,7 @@ def test_a_state_is_padded_in_0_32_and_refused_in_0_17() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_padded_page_does_not_grow(profile: Profile) -> None:
+def test_a_padded_page_does_not_grow(profile: ProfileName) -> None:
     padded = replace(WINDOW, head_dim=2, page_padded=512)
     with pytest.raises(ConfigError, match=r"does not grow .*given: layer=1, page_bytes=512"):
         group_layers(model(FULL, padded), profile=profile)
@@ -143,10 +143,10 @@ def test_windows_beside_an_mla_they_cannot_equal_keep_all_tokens_in_0_32() -> No
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_without_the_hybrid_cache_local_layers_become_full_and_remember_their_range(
-    profile: Profile,
+    profile: ProfileName,
 ) -> None:
     (windowed,) = group_layers(model(FULL, WINDOW), profile=profile, hybrid=False)
-    assert windowed.specs == (replace(FULL, sliding_window=64),)
+    assert windowed.specs == (replace(FULL, window_tokens=64),)
     (chunked,) = group_layers(model(FULL, CHUNKED), profile=profile, hybrid=False)
     assert chunked.specs == (replace(FULL, chunk_tokens=64),)
 
@@ -164,21 +164,21 @@ def test_a_layer_that_becomes_full_takes_the_full_layers_block_in_0_32_only() ->
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_without_the_hybrid_cache_states_beside_attention_are_refused(profile: Profile) -> None:
+def test_without_the_hybrid_cache_states_beside_attention_are_refused(profile: ProfileName) -> None:
     with pytest.raises(ConfigError, match=r"one type; given: \['full', 'mamba'\]"):
         group_layers(model(FULL, STATE), profile=profile, hybrid=False)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_without_the_hybrid_cache_layers_of_two_windows_are_refused(profile: Profile) -> None:
-    layers = model(FULL, WINDOW, replace(WINDOW, sliding_window=32))
+def test_without_the_hybrid_cache_layers_of_two_windows_are_refused(profile: ProfileName) -> None:
+    layers = model(FULL, WINDOW, replace(WINDOW, window_tokens=32))
     with pytest.raises(ConfigError, match=r"different windows .*windows=\[32, 64\]"):
         group_layers(layers, profile=profile, hybrid=False)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_without_the_hybrid_cache_windows_and_chunks_share_a_uniform_group(
-    profile: Profile,
+    profile: ProfileName,
 ) -> None:
     (group,) = group_layers(model(FULL, WINDOW, CHUNKED), profile=profile, hybrid=False)
     assert group.kind == "uniform"
@@ -186,7 +186,7 @@ def test_without_the_hybrid_cache_windows_and_chunks_share_a_uniform_group(
 
 
 def test_full_layers_that_remember_a_window_join_those_that_do_not_in_0_32_only() -> None:
-    layers = model(FULL, replace(FULL, sliding_window=64), STATE, STATE)
+    layers = model(FULL, replace(FULL, window_tokens=64), STATE, STATE)
     assert shape(group_layers(layers, profile="0.32")) == [("full", "0 1"), ("mamba", "2 3")]
     padded = {name: replace(spec, page_padded=1024) for name, spec in layers.items()}
     assert shape(group_layers(padded, profile="0.17")) == [
@@ -245,7 +245,7 @@ def test_the_chunk_size_pads_least_and_is_the_largest_such(
 
 
 SPECS = st.sampled_from(
-    [FULL, SMALL, HALF, WINDOW, replace(WINDOW, sliding_window=32), CHUNKED, STATE, MLA]
+    [FULL, SMALL, HALF, WINDOW, replace(WINDOW, window_tokens=32), CHUNKED, STATE, MLA]
 )
 
 

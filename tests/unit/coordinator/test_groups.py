@@ -1,13 +1,12 @@
 """What several kinds of groups share, and what the recorded scenarios do not show."""
 
 import pytest
-from tests.unit.coordinator.caches import cache_of, full_cache
+from tests.unit.coordinator.caches import cache_of, full_cache, spec_of
 from tests.unit.coordinator.fleet import chain
 from tests.unit.coordinator.test_cases_groups import compute, request
 
 from kvferry.coordinator.cache_config import CacheConfig
 from kvferry.coordinator.cache_manager import CacheManager
-from kvferry.coordinator.cache_specs import CacheSpec, FullSpec, MambaSpec, SinkSpec
 from kvferry.coordinator.event_content import describe_run
 from kvferry.coordinator.hash_view import HashView, view_at
 from kvferry.coordinator.pool_events import GroupOrigin, Stored, StoredContent
@@ -17,8 +16,9 @@ from kvferry.proto.extra_keys import LoraKey, MultimodalItem, RequestKeys
 from kvferry.proto.hashing import merged_view
 from kvferry.proto.ids import GroupId, RequestId
 from kvferry.proto.scheme import KeyFormat
+from kvferry.proto.specs import FullSpec, MambaSpec, SinkSpec
 
-FULL = FullSpec(block_tokens=4)
+FULL = spec_of(FullSpec)
 
 
 @pytest.mark.parametrize("key_format", ["0.17", "0.32"])
@@ -40,7 +40,7 @@ def test_a_view_of_hashes_is_the_merged_list_however_it_is_cut(
 
 
 def test_the_common_prefix_is_what_all_requests_with_blocks_share() -> None:
-    manager = cache_of(FULL, MambaSpec(block_tokens=4, mode="all"))
+    manager = cache_of(FULL, spec_of(MambaSpec, mode="all"))
     tokens = list(range(1, 14))
     compute(manager, request(manager, "r0", tokens))
     compute(manager, request(manager, "r1", [*tokens[:9], 99, 98, 97, 96]))
@@ -86,8 +86,8 @@ def test_events_tell_keys_without_tags_and_017_counts_an_item_that_just_ended() 
 
 
 def test_a_hit_inside_a_block_is_copied_and_both_ends_are_kept_until_then() -> None:
-    spec = MambaSpec(block_tokens=8, mode="align")
-    manager = cache_of(FullSpec(block_tokens=8), spec)
+    spec = spec_of(MambaSpec, block_tokens=8, mode="align")
+    manager = cache_of(spec_of(FullSpec, block_tokens=8), spec)
     first = request(manager, "r0", list(range(1, 15)))
     # Computing stops at the last hash of the prompt, in the middle of the second block.
     assert manager.allocate_slots(first, 12) == ([1, 2], [0, 3])
@@ -147,7 +147,7 @@ def test_a_setting_that_can_never_work_is_refused(changes: dict[str, object], te
 def test_a_sink_larger_than_the_pool_is_refused() -> None:
     config = CacheConfig(
         num_blocks=3,
-        groups=(SinkSpec(block_tokens=4, sink_tokens=12),),
+        groups=(spec_of(SinkSpec, sink_tokens=12),),
         hash_block_tokens=4,
         max_model_len=100,
         profile="0.17",
@@ -157,8 +157,8 @@ def test_a_sink_larger_than_the_pool_is_refused() -> None:
 
 
 def test_a_kind_that_nobody_manages_is_refused() -> None:
-    class Strange(CacheSpec):
-        kind = "strange"
+    class Strange(FullSpec):
+        pass
 
     with pytest.raises(ConfigError, match="unknown kind of group; given: Strange"):
-        cache_of(Strange(block_tokens=4))
+        cache_of(spec_of(Strange))

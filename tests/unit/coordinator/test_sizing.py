@@ -5,9 +5,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.coordinator.fleet import chain
 
 from kvferry.coordinator.block_pool import BlockPool
+from kvferry.coordinator.cache_config import CacheConfig
+from kvferry.coordinator.cache_manager import CacheManager
 from kvferry.coordinator.cache_tensors import CacheTensor
+from kvferry.coordinator.request_state import RequestState
 from kvferry.coordinator.sizing import (
     CacheOptions,
     CachePlan,
@@ -16,13 +20,14 @@ from kvferry.coordinator.sizing import (
     plan_cache,
 )
 from kvferry.proto.errors import ConfigError
+from kvferry.proto.ids import GroupId, RequestId
 from kvferry.proto.specs import (
     CrossSpec,
     FullSpec,
     LayerSpec,
     MambaSpec,
     MemoryOrder,
-    Profile,
+    ProfileName,
     RequestLimits,
     SlidingWindowSpec,
 )
@@ -31,7 +36,7 @@ from kvferry.proto.specs import (
 FULL = FullSpec(block_tokens=16, kv_heads=1, head_dim=1, dtype="float32")
 UNIT = 128
 WINDOW = SlidingWindowSpec(
-    block_tokens=16, kv_heads=1, head_dim=1, dtype="float32", sliding_window=17
+    block_tokens=16, kv_heads=1, head_dim=1, dtype="float32", window_tokens=17
 )
 LIMITS = RequestLimits(max_model_len=64, max_in_flight_tokens=16)
 
@@ -52,12 +57,25 @@ def refusal(*workers: WorkerMemory, limits: RequestLimits = LIMITS, **options: A
     return refused.value
 
 
+def cache_config(found: CachePlan, limits: RequestLimits, *, hash_block_tokens: int) -> CacheConfig:
+    return CacheConfig(
+        num_blocks=found.num_blocks,
+        groups=found.group_specs,
+        hash_block_tokens=hash_block_tokens,
+        max_model_len=found.max_model_len,
+        profile=limits.profile,
+        dcp=limits.dcp,
+        pcp=limits.pcp,
+        max_in_flight_tokens=limits.max_in_flight_tokens,
+    )
+
+
 def blocks_held(tensors: tuple[CacheTensor, ...]) -> set[int]:
     return {tensor.num_bytes // (UNIT * len(tensor.layers)) for tensor in tensors}
 
 
 @pytest.mark.parametrize("profile", ["0.17", "0.32"])
-def test_the_seed_example_gives_131_928_blocks_of_8_192_bytes(profile: Profile) -> None:
+def test_the_seed_example_gives_131_928_blocks_of_8_192_bytes(profile: ProfileName) -> None:
     spec = FullSpec(block_tokens=16, kv_heads=2, head_dim=64, dtype="bfloat16")
     assert spec.page_bytes == 8_192
     layers = {str(index): spec for index in range(24)}
@@ -149,7 +167,7 @@ def test_b51_memory_per_layer_decides_and_not_memory() -> None:
 
 
 @pytest.mark.parametrize("profile", ["0.17", "0.32"])
-def test_b51_a_worker_without_memory_is_named(profile: Profile) -> None:
+def test_b51_a_worker_without_memory_is_named(profile: ProfileName) -> None:
     error = refusal(
         worker("w0", 0, FULL), worker("w1", 9, FULL), limits=replace(LIMITS, profile=profile)
     )
@@ -184,10 +202,46 @@ def test_every_group_of_a_hybrid_model_takes_its_blocks_from_one_pool() -> None:
     assert (found.num_blocks, found.concurrency) == (14, 14 / (4 + 3))
 
 
+def test_the_planned_groups_are_those_of_the_cache_that_hands_out_their_blocks() -> None:
+    found = plan(worker("w", 14, replace(FULL, kv_heads=2), WINDOW))
+    # Windows of half the bytes a token have twice the tokens in a block.
+    assert found.group_specs == (replace(FULL, kv_heads=2), replace(WINDOW, block_tokens=32))
+    manager = CacheManager(cache_config(found, LIMITS, hash_block_tokens=16))
+    assert manager.pool.num_free_blocks == found.num_blocks - 1 == 6
+    whole = RequestState(request_id=RequestId("r"), num_tokens=64, hashes=list(chain("wxyz")))
+    assert manager.allocate_slots(whole, 64) == ([1, 2, 3, 4], [5, 6])
+    assert [manager.config.max_held_blocks(GroupId(i)) for i in range(2)] == [None, 2]
+
+
+@pytest.mark.parametrize("profile", ["0.17", "0.32"])
+def test_a_uniform_group_has_the_spec_of_the_first_workers_first_layer(
+    profile: ProfileName,
+) -> None:
+    wide = replace(FULL, kv_heads=3)
+    limits = replace(LIMITS, profile=profile)
+    found = plan(worker("w0", 40, wide, FULL), worker("w1", 40, FULL), limits=limits)
+    assert [group.kind for group in found.workers[0].groups] == ["uniform"]
+    assert found.group_specs == (wide,)
+    assert cache_config(found, limits, hash_block_tokens=16).block_tokens_of(GroupId(0)) == 16
+
+
+@pytest.mark.parametrize(("profile", "block_tokens"), [("0.17", 64), ("0.32", 32)])
+def test_planned_blocks_are_those_of_one_rank_and_the_cache_multiplies_them(
+    profile: ProfileName, block_tokens: int
+) -> None:
+    limits = replace(LIMITS, profile=profile, dcp=2, pcp=2)
+    found = plan(worker("w", 14, FULL), limits=limits)
+    assert found.group_specs == (FULL,)
+    config = cache_config(found, limits, hash_block_tokens=block_tokens)
+    assert config.shards_of(FULL) == limits.token_shards
+    assert config.block_tokens_of(GroupId(0)) == block_tokens
+
+
 def test_without_cached_layers_there_is_only_the_null_block() -> None:
     found = plan(worker("w", 14))
     assert (found.num_blocks, found.concurrency) == (1, None)
     assert (found.workers[0].groups, found.workers[0].tensors) == ((), ())
+    assert found.group_specs == ()
 
 
 def test_a_worker_without_layers_beside_others_is_refused() -> None:

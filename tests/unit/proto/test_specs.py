@@ -9,6 +9,7 @@ from kvferry.proto.specs import (
     ChunkedLocalSpec,
     CrossSpec,
     FullSpec,
+    LayerSpec,
     MambaSpec,
     MlaSpec,
     RequestLimits,
@@ -17,9 +18,9 @@ from kvferry.proto.specs import (
 )
 
 FULL = FullSpec(block_tokens=16, kv_heads=8, head_dim=64, dtype="bfloat16")
-WINDOW = SlidingWindowSpec(
-    block_tokens=4, kv_heads=1, head_dim=8, dtype="float32", sliding_window=6
-)
+WINDOW = SlidingWindowSpec(block_tokens=4, kv_heads=1, head_dim=8, dtype="float32", window_tokens=6)
+MLA = MlaSpec(block_tokens=64, kv_heads=1, head_dim=576, dtype="bfloat16")
+SINK = SinkSpec(block_tokens=16, kv_heads=8, head_dim=64, dtype="bfloat16", sink_tokens=16)
 CHUNKED = ChunkedLocalSpec(block_tokens=4, kv_heads=1, head_dim=8, dtype="float32", chunk_tokens=8)
 CROSS = CrossSpec(block_tokens=16, kv_heads=1, head_dim=8, dtype="float32")
 STATE = MambaSpec(block_tokens=512, shapes=((2, 512), (3, 32, 32)), dtypes=("float32", "bfloat16"))
@@ -40,15 +41,11 @@ def test_a_padded_page_takes_its_padding_and_holds_what_it_held() -> None:
 
 
 def test_an_mla_page_holds_one_vector_a_token_and_no_v() -> None:
-    spec = MlaSpec(block_tokens=64, kv_heads=1, head_dim=576, dtype="bfloat16")
-    assert spec.page_bytes == 64 * 576 * 2 == 73_728
+    assert MLA.page_bytes == 64 * 576 * 2 == 73_728
 
 
 def test_a_token_of_fp8_ds_mla_takes_656_bytes() -> None:
-    spec = MlaSpec(
-        block_tokens=64, kv_heads=1, head_dim=576, dtype="bfloat16", cache_dtype="fp8_ds_mla"
-    )
-    assert spec.page_bytes == 64 * 656 == 41_984
+    assert replace(MLA, cache_dtype="fp8_ds_mla").page_bytes == 64 * 656 == 41_984
 
 
 def test_a_state_takes_its_tensors_whatever_its_block() -> None:
@@ -57,9 +54,27 @@ def test_a_state_takes_its_tensors_whatever_its_block() -> None:
 
 
 def test_a_sink_layer_is_sized_as_a_full_one() -> None:
-    sink = SinkSpec(block_tokens=16, kv_heads=8, head_dim=64, dtype="bfloat16", sink_tokens=16)
-    assert sink.page_bytes == FULL.page_bytes
-    assert sink.request_pages(LIMITS) == FULL.request_pages(LIMITS) == 7
+    assert SINK.page_bytes == FULL.page_bytes
+    assert SINK.request_pages(LIMITS) == FULL.request_pages(LIMITS) == 7
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "window_tokens"),
+    [
+        (FULL, "full_attention", None),
+        (replace(FULL, window_tokens=64), "full_attention", None),
+        (MLA, "mla_attention", None),
+        (SINK, "sink_full_attention", None),
+        (WINDOW, "sliding_window", 6),
+        (CHUNKED, "chunked_local_attention", None),
+        (STATE, "mamba", None),
+        (CROSS, "cross_attention", None),
+    ],
+)
+def test_events_have_names_for_kinds_and_tell_the_window_that_blocks_are_given_back_by(
+    spec: LayerSpec, kind: str, window_tokens: int | None
+) -> None:
+    assert (spec.event_kind, spec.window_tokens_in_events) == (kind, window_tokens)
 
 
 def test_full_layers_hold_the_longest_sequence_in_whole_blocks() -> None:
@@ -115,8 +130,8 @@ def test_the_states_of_one_request_depend_on_the_mode(mode: Any, in_017: int, in
         (FULL, {"head_dim_v": 0}, "head_dim_v must be an integer; given: 0; allowed: >= 1"),
         (FULL, {"dtype": "bf16"}, "unknown dtype; given: bf16"),
         (FULL, {"page_padded": 32_767}, "given: 32767; allowed: >= 32768"),
-        (FULL, {"sliding_window": 0}, "sliding_window must be an integer; given: 0"),
-        (WINDOW, {"sliding_window": -1}, "sliding_window must be an integer; given: -1"),
+        (FULL, {"window_tokens": 0}, "window_tokens must be an integer; given: 0"),
+        (WINDOW, {"window_tokens": -1}, "window_tokens must be an integer; given: -1"),
         (CHUNKED, {"chunk_tokens": None}, "chunk_tokens must be an integer; given: None"),
         (STATE, {"dtypes": ("float32",)}, "one dtype for each shape"),
         (STATE, {"shapes": ((2, 0), (1,))}, "state shape must be an integer; given: 0"),
@@ -133,12 +148,12 @@ def test_what_a_layer_cannot_be_is_refused_by_name(
 
 def test_a_v_width_makes_no_sense_for_mla() -> None:
     with pytest.raises(ConfigError, match="an mla layer has no V; given: 64"):
-        MlaSpec(block_tokens=64, kv_heads=1, head_dim=576, dtype="bfloat16", head_dim_v=64)
+        replace(MLA, head_dim_v=64)
 
 
 def test_a_sink_of_no_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="sink_tokens must be an integer; given: 0"):
-        SinkSpec(block_tokens=16, kv_heads=8, head_dim=64, dtype="bfloat16", sink_tokens=0)
+        replace(SINK, sink_tokens=0)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from typing import cast
 from kvferry.cluster.bench.pool_operations import BLOCK_TOKENS
 from kvferry.coordinator.cache_config import CacheConfig
 from kvferry.coordinator.cache_manager import CacheManager
-from kvferry.coordinator.cache_specs import FullSpec
 from kvferry.coordinator.pool_events import Removed, Stored
 from kvferry.coordinator.request_state import RequestState
 from kvferry.proto.ids import BlockHash, BlockId, GroupedHash, RequestId
+from kvferry.proto.specs import FullSpec
 
 MAX_MODEL_TOKENS = 1 << 20
 
@@ -18,10 +18,11 @@ class KvferryManager:
     """See `pool_operations.Manager`."""
 
     def __init__(self, num_blocks: int) -> None:
+        spec = FullSpec(block_tokens=BLOCK_TOKENS, kv_heads=1, head_dim=1, dtype="float32")
         self._manager = CacheManager(
             CacheConfig(
                 num_blocks=num_blocks,
-                groups=(FullSpec(block_tokens=BLOCK_TOKENS),),
+                groups=(spec,),
                 hash_block_tokens=BLOCK_TOKENS,
                 max_model_len=MAX_MODEL_TOKENS,
             )

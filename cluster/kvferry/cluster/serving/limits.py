@@ -5,8 +5,6 @@ from typing import Literal
 
 from kvferry.cluster.serving.requests import EngineRequest
 from kvferry.proto.errors import ConfigError, NeverFitsError, PromptTooLongError
-from kvferry.proto.group_specs import spec_of_group
-from kvferry.proto.identity import Identity
 from kvferry.proto.specs import FullSpec, LayerSpec, RequestLimits
 
 Policy = Literal["fcfs", "priority"]
@@ -50,15 +48,6 @@ class Limits:
         whole = -(-tokens // self.block_tokens)
         bounds = RequestLimits(max_model_len=tokens, max_in_flight_tokens=self.token_budget)
         return sum(min(whole, spec.request_pages(bounds)) for spec in self.specs) + 1
-
-
-def specs_of(identity: Identity, block_tokens: int) -> tuple[LayerSpec, ...]:
-    """Return what a block of each group of an identity is.
-
-    Raises:
-        ConfigError: as `spec_of_group`.
-    """
-    return tuple(spec_of_group(identity, group, block_tokens) for group in identity.groups)
 
 
 def require_fits(request: EngineRequest, limits: Limits) -> None:

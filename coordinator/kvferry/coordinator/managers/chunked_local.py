@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from kvferry.coordinator.block_pool import BlockPool
 from kvferry.coordinator.cache_config import CacheConfig
-from kvferry.coordinator.cache_specs import ChunkedLocalSpec
 from kvferry.coordinator.managers.base import GroupHits, GroupManager
 from kvferry.coordinator.refusals import call_refused
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, GroupId
+from kvferry.proto.specs import ChunkedLocalSpec
 
 
 class ChunkedLocalManager(GroupManager):

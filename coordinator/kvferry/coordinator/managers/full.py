@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from kvferry.coordinator.block_pool import BlockPool
 from kvferry.coordinator.cache_config import CacheConfig
-from kvferry.coordinator.cache_specs import SinkSpec
 from kvferry.coordinator.managers.base import GroupHits
 from kvferry.coordinator.managers.copying import CopyingManager
 from kvferry.coordinator.request_state import RequestState
 from kvferry.proto.errors import ConfigError, InvariantError
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, RequestId
+from kvferry.proto.specs import SinkSpec
 
 
 class FullManager(CopyingManager):

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from kvferry.coordinator.block_pool import BlockPool
 from kvferry.coordinator.cache_config import CacheConfig
-from kvferry.coordinator.cache_specs import MambaSpec
 from kvferry.coordinator.managers.base import GroupHits, SlotAsk
 from kvferry.coordinator.managers.copying import CopyingManager
 from kvferry.coordinator.refusals import call_refused
 from kvferry.coordinator.request_state import RequestState
 from kvferry.proto.errors import BadInputError, InvariantError
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupedHash, GroupId, RequestId
+from kvferry.proto.specs import MambaSpec
 
 
 class MambaManager(CopyingManager):

@@ -2,16 +2,6 @@
 
 from kvferry.coordinator.block_pool import BlockPool
 from kvferry.coordinator.cache_config import CacheConfig
-from kvferry.coordinator.cache_specs import (
-    CacheSpec,
-    ChunkedLocalSpec,
-    CrossSpec,
-    FullSpec,
-    MambaSpec,
-    MlaSpec,
-    SinkSpec,
-    SlidingWindowSpec,
-)
 from kvferry.coordinator.managers.base import GroupManager
 from kvferry.coordinator.managers.chunked_local import ChunkedLocalManager
 from kvferry.coordinator.managers.cross import CrossManager
@@ -21,8 +11,18 @@ from kvferry.coordinator.managers.mamba_align import MambaAlignManager
 from kvferry.coordinator.managers.sliding_window import SlidingWindowManager
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.ids import GroupId
+from kvferry.proto.specs import (
+    ChunkedLocalSpec,
+    CrossSpec,
+    FullSpec,
+    LayerSpec,
+    MambaSpec,
+    MlaSpec,
+    SinkSpec,
+    SlidingWindowSpec,
+)
 
-_MANAGERS: dict[type[CacheSpec], type[GroupManager]] = {
+_MANAGERS: dict[type[LayerSpec], type[GroupManager]] = {
     FullSpec: FullManager,
     MlaSpec: FullManager,
     SinkSpec: SinkManager,

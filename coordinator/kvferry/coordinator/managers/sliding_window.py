@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from kvferry.coordinator.block_pool import BlockPool
 from kvferry.coordinator.cache_config import CacheConfig
-from kvferry.coordinator.cache_specs import SlidingWindowSpec
 from kvferry.coordinator.managers.base import GroupHits, GroupManager
 from kvferry.coordinator.refusals import call_refused
 from kvferry.coordinator.request_state import RequestState
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId
+from kvferry.proto.specs import SlidingWindowSpec
 
 
 class SlidingWindowManager(GroupManager):
