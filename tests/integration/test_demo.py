@@ -19,7 +19,7 @@ import pytest
 
 from kvferry.cluster.demo.conversation import PromptWriter, plan_turns
 from kvferry.cluster.demo.plan import longest_requests, min_num_blocks
-from kvferry.cluster.serving.scheduler import Limits
+from kvferry.cluster.serving.limits import Limits
 from kvferry.worker.model.loading import inspect_model
 from kvferry.worker.model.sampling import SamplingParams
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from kvferry.cluster.serving.scheduler import Policy
+from kvferry.cluster.serving.limits import Policy
 from kvferry.proto.bind import is_loopback, require_safe_bind
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.scheme import Algorithm, KeyFormat

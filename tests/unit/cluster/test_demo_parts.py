@@ -18,7 +18,7 @@ from kvferry.cluster.demo.report import DemoResult, summary
 from kvferry.cluster.demo.serve import ExtraTimings
 from kvferry.cluster.serving.requests import Accounting, EngineRequest
 from kvferry.cluster.serving.router import Served
-from kvferry.cluster.serving.scheduler import Limits
+from kvferry.cluster.serving.limits import Limits
 from kvferry.proto.errors import ConfigError, ModelError, NeverFitsError
 from kvferry.proto.ids import InstanceId, RequestId
 from kvferry.worker.model.reference import Comparison

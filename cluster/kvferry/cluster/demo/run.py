@@ -19,7 +19,7 @@ from kvferry.cluster.demo.report import DemoResult
 from kvferry.cluster.demo.serve import ExtraTimings, converse, time_extra_prompt
 from kvferry.cluster.ray_launcher import RayService, running_service
 from kvferry.cluster.serving.router import Router, RouterSettings, Served
-from kvferry.cluster.serving.scheduler import Limits
+from kvferry.cluster.serving.limits import Limits
 from kvferry.worker.model.loading import ModelFacts, inspect_model
 from kvferry.worker.model.sampling import SamplingParams
 

@@ -16,8 +16,8 @@ import torch
 
 from kvferry.cluster.ports import CoordinatorPort
 from kvferry.cluster.serving.engine import Engine
-from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
 from kvferry.cluster.serving.limits import Limits, Policy
+from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
 from kvferry.cluster.serving.sequence import Run
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.group_specs import specs_of

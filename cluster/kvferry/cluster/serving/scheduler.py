@@ -27,7 +27,15 @@ from kvferry.cluster.serving.requests import (
 )
 from kvferry.cluster.serving.sequence import Run, WrittenBlock
 from kvferry.cluster.serving.sequence import Sequence as RequestSequence
-from kvferry.proto.ids import NULL_BLOCK, BlockId, Epoch, GroupId, Incarnation, InstanceId, RequestId
+from kvferry.proto.ids import (
+    NULL_BLOCK,
+    BlockId,
+    Epoch,
+    GroupId,
+    Incarnation,
+    InstanceId,
+    RequestId,
+)
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import (
     AdmitAsk,
