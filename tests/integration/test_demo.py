@@ -20,6 +20,7 @@ import pytest
 from kvferry.cluster.demo.conversation import PromptWriter, plan_turns
 from kvferry.cluster.demo.plan import longest_requests, min_num_blocks
 from kvferry.cluster.serving.limits import Limits
+from kvferry.proto.group_specs import specs_of
 from kvferry.worker.model.loading import inspect_model
 from kvferry.worker.model.sampling import SamplingParams
 
@@ -193,7 +194,12 @@ def smallest_pool(model: Path, *, max_tokens: int) -> int:
     writer = PromptWriter(facts.tokenizer, facts.eos_token_ids)
     longest = longest_requests(plan_turns(8), writer, SamplingParams(max_tokens=max_tokens))
     limits = Limits(
-        num_blocks=2, block_tokens=16, max_model_len=8192, token_budget=256, max_running=16
+        num_blocks=2,
+        block_tokens=16,
+        max_model_len=8192,
+        token_budget=256,
+        max_running=16,
+        specs=specs_of(facts.identity, 16),
     )
     return min_num_blocks(tuple(longest), limits)
 

@@ -8,9 +8,9 @@ from kvferry.coordinator.request_state import RequestState
 from kvferry.proto.ids import Epoch, RequestId
 from kvferry.proto.step_messages import Load, Scheduled, StepReply
 
-# Slots are granted ahead while more than this part of the pool is free (1 / 4): newcomers and
-# growing requests must find blocks without anybody giving way.
-_PLENTY = 4
+# Slots are granted ahead only if one block in so many stays free: newcomers and growing requests
+# should find blocks without anybody giving way.
+_LEFT_FREE = 8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class StepOutcome:
 
         """
         start = request.num_computed_tokens + hit_tokens
-        for num_ahead in self._ahead_choices(instance, reaches_target):
+        for num_ahead, num_left in self._choices(instance, reaches_target):
             new = instance.manager.allocate_slots(
                 request,
                 num_new_tokens,
@@ -53,21 +53,18 @@ class StepOutcome:
                 new_computed_blocks=hit_blocks,
                 num_lookahead_tokens=num_ahead,
                 delay_cache_blocks=True,
+                reserved_blocks=num_left,
             )
             if new is not None:
                 self.token_budget -= num_new_tokens
                 return new, min(start + num_new_tokens + num_ahead, instance.manager.max_model_len)
         return None
 
-    def _ahead_choices(self, instance: Instance, reaches_target: bool) -> tuple[int, ...]:
-        plenty = instance.num_usable_blocks // _PLENTY
-        if (
-            reaches_target
-            and self.max_ahead_tokens
-            and instance.manager.pool.num_free_blocks > plenty
-        ):
-            return self.max_ahead_tokens, 0
-        return (0,)
+    def _choices(self, instance: Instance, reaches_target: bool) -> tuple[tuple[int, int], ...]:
+        """Return what to try: slots to grant ahead, and how many blocks must then be left."""
+        if reaches_target and self.max_ahead_tokens:
+            return (self.max_ahead_tokens, instance.num_usable_blocks // _LEFT_FREE), (0, 0)
+        return ((0, 0),)
 
     def reply(self, epoch: Epoch, num_free_blocks: int) -> StepReply:
         """Return the decisions as the engine gets them."""

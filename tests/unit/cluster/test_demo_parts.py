@@ -16,11 +16,12 @@ from kvferry.cluster.demo.plan import (
 )
 from kvferry.cluster.demo.report import DemoResult, summary
 from kvferry.cluster.demo.serve import ExtraTimings
+from kvferry.cluster.serving.limits import Limits
 from kvferry.cluster.serving.requests import Accounting, EngineRequest
 from kvferry.cluster.serving.router import Served
-from kvferry.cluster.serving.limits import Limits
 from kvferry.proto.errors import ConfigError, ModelError, NeverFitsError
 from kvferry.proto.ids import InstanceId, RequestId
+from kvferry.proto.specs import FullSpec
 from kvferry.worker.model.reference import Comparison
 from kvferry.worker.model.sampling import SamplingParams
 
@@ -69,6 +70,7 @@ def test_the_plan_knows_the_smallest_pool(writer: PromptWriter) -> None:
             max_model_len=8192,
             token_budget=16,
             max_running=4,
+            specs=(FullSpec(block_tokens=16, kv_heads=1, head_dim=8, dtype="float32"),),
         )
 
     requests = tuple(longest_requests(plan_turns(4), writer, SamplingParams(max_tokens=20)))

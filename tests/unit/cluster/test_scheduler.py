@@ -5,11 +5,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kvferry.cluster.serving.limits import Limits, Policy, require_fits
 from kvferry.cluster.serving.requests import EngineRequest, Finished, Output
-from kvferry.cluster.serving.scheduler import Limits, Policy, Scheduler, Work, require_fits
+from kvferry.cluster.serving.scheduler import Scheduler, Work
+from kvferry.cluster.serving.sequence import Run
 from kvferry.coordinator.invariants import check
 from kvferry.coordinator.service import CoordinatorService
 from kvferry.proto.errors import ConfigError, NeverFitsError, PromptTooLongError
+from kvferry.proto.group_specs import specs_of
 from kvferry.proto.hashing import hash_tokens, make_scheme
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import Epoch, Incarnation, InstanceId, RequestId
@@ -48,6 +51,7 @@ def limits(num_blocks: int = 20, **changes: object) -> Limits:
         "max_model_len": 64,
         "token_budget": 16,
         "max_running": 8,
+        "specs": specs_of(IDENTITY, BLOCK),
     }
     return Limits(**(values | changes))  # type: ignore[arg-type]
 
@@ -113,26 +117,34 @@ class Rig:
         check(self.service)
         return self.schedulers[name].apply(reply)
 
-    def step(self, name: str, token: int | None = None) -> Work:
-        """One step with every run computed; sampled tokens are `token` or never seen before."""
-        work = self.ask(name)
+    def compute(self, name: str, token: int | None = None) -> tuple[Run, ...]:
+        """Compute what has slots; sampled tokens are `token` or never seen before."""
+        scheduler = self.schedulers[name]
+        runs = scheduler.next_runs()
         sampled = {
             run.request.request_id: next(self.tokens) if token is None else token
-            for run in work.runs
+            for run in runs
             if run.sample
         }
-        self.schedulers[name].computed(sampled)
-        self.outputs += self.schedulers[name].take_outputs()
-        return work
+        scheduler.computed(sampled)
+        self.outputs += scheduler.take_outputs()
+        return runs
+
+    def step(self, name: str, token: int | None = None) -> tuple[Work, tuple[Run, ...]]:
+        """Ask the coordinator, then compute what has slots."""
+        work = self.ask(name)
+        return work, self.compute(name, token)
 
     def finished(self, name: str) -> Finished:
         return next(o.finished for o in self.outputs if o.request_id == name and o.finished)
 
     def run_until_idle(self, name: str, at_most: int = 100) -> None:
         for _ in range(at_most):
-            if not self.schedulers[name].has_work():
+            asked = self.schedulers[name].must_ask()
+            if asked:
+                self.ask(name)
+            if not self.compute(name) and not asked:
                 return
-            self.step(name)
         raise AssertionError("the engine never became idle")
 
 
@@ -144,7 +156,7 @@ def rig() -> Rig:
 def test_a_long_prompt_runs_in_chunks_of_the_budget_and_samples_only_at_its_end(rig: Rig) -> None:
     scheduler = rig.add_instance("d")
     scheduler.add(request("r", range(40)))
-    chunks = [rig.step("d").runs[0] for _ in range(4)]
+    chunks = [rig.step("d")[1][0] for _ in range(4)]
     assert [(run.start_position, len(run.token_ids), run.sample) for run in chunks] == [
         (0, 16, False),
         (16, 16, False),
@@ -184,8 +196,8 @@ def test_the_second_of_two_equal_prompts_hits_all_but_the_last_block(rig: Rig) -
 def test_a_prefill_stops_at_the_last_full_block_short_of_the_last_token(rig: Rig) -> None:
     scheduler = rig.add_instance("p", "prefill")
     scheduler.add(request("r", range(12), prefill_only=True))
-    work = rig.step("p")
-    assert [len(run.token_ids) for run in work.runs] == [8]
+    _, runs = rig.step("p")
+    assert [len(run.token_ids) for run in runs] == [8]
     rig.run_until_idle("p")
     assert rig.finished("r").reason == "prefilled"
 
@@ -215,9 +227,10 @@ def test_a_prefix_held_by_a_peer_is_loaded_and_counted_as_remote(rig: Rig) -> No
     rig.run_until_idle("p")
     decode = rig.add_instance("d")
     decode.add(request("r", range(14)))
-    (order,) = rig.step("d").loads
+    (order,) = rig.step("d")[0].loads
     assert order.load.source.instance_id == "p"
-    assert len(order.hashes) == 3
+    (run,) = order.runs
+    assert (run.group_id, len(run.hashes), len(run.block_ids)) == (0, 3, 3)
     result = LoadResult(request_id=RequestId("r"), num_computed_tokens=12)
     decode.load_ended(result, pulled_bytes=300)
     rig.run_until_idle("d")
@@ -293,11 +306,11 @@ def test_aborting_during_a_load_waits_for_its_writer(rig: Rig) -> None:
 def test_an_abort_between_a_cancelled_loads_end_and_its_preemption_is_not_lost(rig: Rig) -> None:
     rig.add_instance("p", "prefill").add(request("at-p", range(14), prefill_only=True))
     rig.run_until_idle("p")
-    decode = rig.add_instance("d", num_blocks=6)
-    decode.add(request("a", range(100, 104), max_tokens=8))
+    decode = rig.add_instance("d", num_blocks=8)
+    decode.add(request("a", range(100, 104), max_tokens=16))
     rig.step("d")
     decode.add(request("r", range(14), max_tokens=1))
-    cancelled = [rig.step("d").cancel_loads for _ in range(6)]
+    cancelled = [rig.step("d")[0].cancel_loads for _ in range(15)]
     assert ("r",) in cancelled
     decode.load_ended(LoadResult(request_id=RequestId("r"), num_computed_tokens=0), 0)
     decode.abort(RequestId("r"))

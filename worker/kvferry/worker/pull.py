@@ -1,24 +1,34 @@
-"""The receiving loop, whatever carries the messages, and what a pull reports at its end."""
+"""What is moved into which blocks, the receiving loop, and what a pull reports at its end."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvferry.proto.errors import BadInputError
-from kvferry.proto.ids import NULL_BLOCK, BlockId
+from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId
 from kvferry.worker.frames import Frame, Header
 from kvferry.worker.transfer_session import PullSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRun:
+    """Blocks of one group that move together: the content of `hashes[i]` and `block_ids[i]`."""
+
+    group_id: GroupId
+    hashes: Sequence[BlockHash]
+    block_ids: Sequence[BlockId]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullOutcome:
     """How a pull ended; its writer is closed.
 
-    `num_blocks`: length of the prefix that is verified and in place. `num_bytes`: bytes put in
-    place, also those after the prefix. `error` is None when everything asked for is there;
-    `error_type` is the class name of the error then ("Cancelled" when the caller gave up).
+    `num_blocks_of_run`: for each run asked for, the length of its prefix that is verified and in
+    place. `num_bytes`: bytes put in place, also those after the prefixes. `error` is None when
+    everything asked for is there; `error_type` is the class name of the error otherwise
+    ("Cancelled" when the caller gave up).
     """
 
-    num_blocks: int
+    num_blocks_of_run: tuple[int, ...]
     num_bytes: int
     num_checksum_failures: int = 0
     error: str | None = None
@@ -48,21 +58,26 @@ def receive(
     session.close()
 
 
-def require_destinations(num_hashes: int, block_ids: Sequence[BlockId], num_blocks: int) -> None:
-    """Refuse destinations that could not take one block per hash.
+def require_destinations(runs: Sequence[BlockRun], num_blocks: int) -> None:
+    """Refuse runs that do not have one block per hash.
 
     Raises:
-        BadInputError: another number of blocks than of hashes, a block twice, the null block, or an
-            id that is not below `num_blocks`.
+        BadInputError: another number of blocks than of hashes, a block twice (also in two runs: a
+            block is of one group at a time), the null block, or an id that is not below
+            `num_blocks`.
     """
-    if len(block_ids) != num_hashes:
-        raise BadInputError(
-            "every hash needs a destination block", given=len(block_ids), allowed=num_hashes
-        )
+    for run in runs:
+        if len(run.block_ids) != len(run.hashes):
+            raise BadInputError(
+                "every hash needs a destination block",
+                given=len(run.block_ids),
+                allowed=len(run.hashes),
+            )
+    block_ids = [block_id for run in runs for block_id in run.block_ids]
     wrong = [block_id for block_id in block_ids if not NULL_BLOCK < block_id < num_blocks]
     if wrong:
         raise BadInputError(
             "no such destination blocks", given=wrong, allowed=f"1 to {num_blocks - 1}"
         )
     if len(set(block_ids)) != len(block_ids):
-        raise BadInputError("a destination block is named twice", given=list(block_ids))
+        raise BadInputError("a destination block is named twice", given=block_ids)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from kvferry.cluster.config import ServiceConfig
 from kvferry.cluster.demo.conversation import PromptWriter, Turn
-from kvferry.cluster.serving.requests import EngineRequest
 from kvferry.cluster.serving.limits import Limits, require_fits
+from kvferry.cluster.serving.requests import EngineRequest
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.ids import RequestId
 from kvferry.worker.model.sampling import SamplingParams

@@ -18,8 +18,9 @@ from kvferry.cluster.demo.plan import (
 from kvferry.cluster.demo.report import DemoResult
 from kvferry.cluster.demo.serve import ExtraTimings, converse, time_extra_prompt
 from kvferry.cluster.ray_launcher import RayService, running_service
-from kvferry.cluster.serving.router import Router, RouterSettings, Served
 from kvferry.cluster.serving.limits import Limits
+from kvferry.cluster.serving.router import Router, RouterSettings, Served
+from kvferry.proto.group_specs import specs_of
 from kvferry.worker.model.loading import ModelFacts, inspect_model
 from kvferry.worker.model.sampling import SamplingParams
 
@@ -89,6 +90,7 @@ def _limits(config: ServiceConfig, facts: ModelFacts) -> Limits:
         max_model_len=facts.max_model_len,
         token_budget=config.token_budget,
         max_running=config.max_running,
+        specs=specs_of(facts.identity, config.block_tokens),
         policy=config.policy,
     )
 

@@ -214,6 +214,7 @@ class Engine:
                 self._scheduler.add(item)
             else:
                 self._cancel_load(self._scheduler.abort(item))
+        self._publish(self._scheduler.take_outputs())
 
     def _take_reply(self, reply: StepReply) -> None:
         self._asking = None
