@@ -2,9 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.tiny_models import save_tiny_hybrid, save_tiny_llama
 
 # A parent's settings must not decide what a test sees.
 os.environ.pop("RAY_ADDRESS", None)
@@ -28,33 +28,15 @@ def _no_ray_in_unit_tests(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of random weights with a tokenizer of single bytes: every real code path, quickly."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
+    """A Llama of random weights with a tokenizer of single bytes."""
     folder = tmp_path_factory.mktemp("model") / "tiny-llama"
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<end>": 0} | {letter: index for index, letter in enumerate(alphabet, start=1)}
-    bytes_only: Any = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    make_tokenizer: Any = PreTrainedTokenizerFast
-    make_tokenizer(tokenizer_object=bytes_only, eos_token="<end>").save_pretrained(folder)
-    make_config: Any = LlamaConfig
-    config = make_config(
-        vocab_size=len(vocab),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        initializer_range=0.3,
-        eos_token_id=0,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    make_model: Any = LlamaForCausalLM
-    make_model(config).save_pretrained(folder)
+    save_tiny_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Gemma 3 of random weights, with sliding-window and full-attention layers."""
+    folder = tmp_path_factory.mktemp("model") / "tiny-hybrid"
+    save_tiny_hybrid(folder)
     return folder
