@@ -66,7 +66,7 @@ def generate_paged(
             SequenceSlice(
                 token_ids=known[index][done[index] : done[index] + 20],
                 start_position=done[index],
-                block_table=tables[index],
+                block_tables=[tables[index]],
             )
             for index in running
         ]

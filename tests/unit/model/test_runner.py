@@ -38,6 +38,17 @@ def make_runner(loaded: LoadedModel, fill: float = float("nan")) -> ModelRunner:
     return ModelRunner(loaded, layers, BLOCK_TOKENS)
 
 
+def piece_of(
+    loaded: LoadedModel, token_ids: Sequence[int], start: int, table: Sequence[int]
+) -> SequenceSlice:
+    """A slice with one table for all groups: each layer has a tensor of its own here."""
+    return SequenceSlice(
+        token_ids=token_ids,
+        start_position=start,
+        block_tables=[table] * len(loaded.identity.groups),
+    )
+
+
 def last_logits(reference: TransformersReference, tokens: Sequence[int]) -> torch.Tensor:
     return reference.logits(tokens, [0])[0]
 
@@ -57,12 +68,12 @@ def plans(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], list[list[
         edges = [0, *sorted(cuts)]
         chunks.append([end - start for start, end in pairwise(edges)])
     free = draw(st.permutations(range(NUM_BLOCKS)))
-    tables = []
+    placed = []
     for sequence in sequences:
         needed = -(-len(sequence) // BLOCK_TOKENS)
-        tables.append(free[:needed])
+        placed.append(free[:needed])
         free = free[needed:]
-    return sequences, chunks, tables
+    return sequences, chunks, placed
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,20 +84,14 @@ def test_any_chunking_batching_and_placement_gives_the_logits_of_plain_transform
 ) -> None:
     loaded, reference = models[kind]
     runner = make_runner(loaded)
-    sequences, chunks, tables = plan
+    sequences, chunks, placed = plan
     done = [0] * len(sequences)
     while any(chunks):
         running = [index for index, left in enumerate(chunks) if left]
         batch = []
         for index in running:
             start, end = done[index], done[index] + chunks[index].pop(0)
-            batch.append(
-                SequenceSlice(
-                    token_ids=sequences[index][start:end],
-                    start_position=start,
-                    block_table=tables[index],
-                )
-            )
+            batch.append(piece_of(loaded, sequences[index][start:end], start, placed[index]))
             done[index] = end
         logits = runner.forward(batch)
         assert logits.shape == (len(running), 61)
@@ -101,16 +106,14 @@ def test_greedy_decoding_after_prefill_equals_generate_of_plain_transformers(
     loaded, reference = models[kind]
     runner = make_runner(loaded)
     prompts = [[5, 9, 1, 7, 7, 3], [11], [8] * 9]
-    tables = [[3, 9, 1, 17], [0, 20, 5, 6], [23, 22, 21, 10, 11]]
+    placed = [[3, 9, 1, 17], [0, 20, 5, 6], [23, 22, 21, 10, 11]]
     outputs: list[list[int]] = [[], [], []]
     for _ in range(8):
         batch = []
-        for prompt, output, table in zip(prompts, outputs, tables, strict=True):
+        for prompt, output, table in zip(prompts, outputs, placed, strict=True):
             known = prompt + output
             start = len(known) - 1 if output else 0
-            batch.append(
-                SequenceSlice(token_ids=known[start:], start_position=start, block_table=table)
-            )
+            batch.append(piece_of(loaded, known[start:], start, table))
         for output, row in zip(outputs, runner.forward(batch), strict=True):
             output.append(int(row.argmax()))
     assert outputs == [reference.generate(prompt, 8) for prompt in prompts]
@@ -121,8 +124,8 @@ def test_what_lies_in_blocks_of_others_does_not_change_a_sequence(
     models: Models, kind: str
 ) -> None:
     loaded, _ = models[kind]
-    first = SequenceSlice(token_ids=list(range(6)), start_position=0, block_table=[4, 2])
-    second = SequenceSlice(token_ids=[9, 8, 7], start_position=6, block_table=[4, 2, 8])
+    first = piece_of(loaded, list(range(6)), 0, [4, 2])
+    second = piece_of(loaded, [9, 8, 7], 6, [4, 2, 8])
     results = []
     for fill in (float("nan"), 0.0, 1e30):
         runner = make_runner(loaded, fill)
@@ -137,9 +140,7 @@ def test_a_pass_writes_the_slots_of_its_tokens_and_no_other(models: Models) -> N
     shape = (2, NUM_BLOCKS, BLOCK_TOKENS, loaded.num_kv_heads, loaded.head_size)
     layers = [torch.full(shape, float("nan")) for _ in range(loaded.num_layers)]
     runner = ModelRunner(loaded, layers, BLOCK_TOKENS)
-    runner.forward(
-        [SequenceSlice(token_ids=[1, 2, 3, 4, 5, 6], start_position=0, block_table=[7, 3])]
-    )
+    runner.forward([piece_of(loaded, [1, 2, 3, 4, 5, 6], 0, [7, 3])])
     written = torch.zeros(NUM_BLOCKS, BLOCK_TOKENS, dtype=torch.bool)
     written[7] = True
     written[3, :2] = True
@@ -154,11 +155,11 @@ def test_two_sequences_share_the_blocks_of_a_prefix(models: Models, kind: str) -
     loaded, reference = models[kind]
     runner = make_runner(loaded)
     prefix = [7, 1, 4, 4, 2, 9, 30, 3]
-    runner.forward([SequenceSlice(token_ids=prefix, start_position=0, block_table=[5, 2])])
+    runner.forward([piece_of(loaded, prefix, 0, [5, 2])])
     logits = runner.forward(
         [
-            SequenceSlice(token_ids=[10, 11, 12], start_position=8, block_table=[5, 2, 6]),
-            SequenceSlice(token_ids=[50], start_position=8, block_table=[5, 2, 9]),
+            piece_of(loaded, [10, 11, 12], 8, [5, 2, 6]),
+            piece_of(loaded, [50], 8, [5, 2, 9]),
         ]
     )
     assert_close(logits[0], last_logits(reference, [*prefix, 10, 11, 12]))
@@ -174,8 +175,8 @@ def test_a_prefix_may_be_written_in_the_very_pass_that_another_sequence_reads_it
     # The reader comes first in the pass.
     logits = runner.forward(
         [
-            SequenceSlice(token_ids=[50, 51], start_position=4, block_table=[5, 9]),
-            SequenceSlice(token_ids=prefix, start_position=0, block_table=[5]),
+            piece_of(loaded, [50, 51], 4, [5, 9]),
+            piece_of(loaded, prefix, 0, [5]),
         ]
     )
     assert_close(logits[0], last_logits(reference, [*prefix, 50, 51]))
@@ -191,10 +192,8 @@ def test_layers_may_be_strided_views_of_one_allocation(models: Models) -> None:
     layers = [memory[:, index].permute(3, 0, 1, 2, 4) for index in range(loaded.num_layers)]
     runner = ModelRunner(loaded, layers, BLOCK_TOKENS)
     tokens = [3, 1, 4, 1, 5, 9, 2]
-    runner.forward([SequenceSlice(token_ids=tokens[:5], start_position=0, block_table=[8, 1])])
-    logits = runner.forward(
-        [SequenceSlice(token_ids=tokens[5:], start_position=5, block_table=[8, 1])]
-    )
+    runner.forward([piece_of(loaded, tokens[:5], 0, [8, 1])])
+    logits = runner.forward([piece_of(loaded, tokens[5:], 5, [8, 1])])
     assert_close(logits[0], last_logits(reference, tokens))
 
 
@@ -209,11 +208,11 @@ def test_scores_are_scaled_by_what_the_attention_module_says(
     runner = make_runner(loaded)
     tokens = [3, 1, 4, 1, 5]
     for start, end in ((0, 2), (2, 4), (4, 5)):
-        piece = SequenceSlice(token_ids=tokens[start:end], start_position=start, block_table=[6, 2])
+        piece = piece_of(loaded, tokens[start:end], start, [6, 2])
         assert_close(runner.forward([piece])[0], last_logits(reference, tokens[:end]))
 
 
-GOOD = SequenceSlice(token_ids=[1, 2, 3, 4, 5], start_position=0, block_table=[1, 2])
+GOOD = SequenceSlice(token_ids=[1, 2, 3, 4, 5], start_position=0, block_tables=[[1, 2]])
 
 
 @pytest.mark.parametrize(
@@ -223,11 +222,12 @@ GOOD = SequenceSlice(token_ids=[1, 2, 3, 4, 5], start_position=0, block_table=[1
         ({"start_position": -1}, BadInputError, "start_position=-1"),
         ({"token_ids": [60, 61]}, TokenError, "given: 61; allowed: 0 to 60"),
         ({"token_ids": [3, -1]}, TokenError, "given: -1; allowed: 0 to 60"),
-        ({"block_table": [1]}, BadInputError, "given: 5 tokens; allowed: up to 4 in 1 blocks"),
-        ({"block_table": [1, 24]}, BadInputError, r"given: \[1, 24\]; allowed: 0 to 23"),
-        ({"block_table": [-1, 2]}, BadInputError, r"given: \[-1, 2\]; allowed: 0 to 23"),
+        ({"block_tables": [[1]]}, BadInputError, "given: 5 tokens; allowed: up to 4 in 1 blocks"),
+        ({"block_tables": [[1, 24]]}, BadInputError, r"given: \[1, 24\]; allowed: 0 to 23"),
+        ({"block_tables": [[-1, 2]]}, BadInputError, r"given: \[-1, 2\]; allowed: 0 to 23"),
+        ({"block_tables": [[1, 2]] * 2}, BadInputError, "per group .* given: 2; allowed: 1"),
         (
-            {"start_position": 60, "block_table": list(range(20))},
+            {"start_position": 60, "block_tables": [list(range(20))]},
             PromptTooLongError,
             "given: 65; allowed: up to 64",
         ),

@@ -2,7 +2,8 @@
 
 Keys and values live in blocks of `block_tokens` slots, in one tensor per layer of shape
 [2, num_blocks, block_tokens, num_kv_heads, head_size] (0 keys, 1 values). Sequences of one forward
-pass are laid end to end and never see each other.
+pass are laid end to end and never see each other. The layers of a group share block tables and a
+window: of `window` tokens, a token sees itself and the `window - 1` before it; None is all.
 """
 
 from collections.abc import Sequence
@@ -22,34 +23,43 @@ No mask function is registered under it, so transformers builds no mask at all.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpan:
-    """One sequence of the forward pass.
+    """What the layers of one group read of one sequence of the forward pass.
 
-    Its queries are tokens `[first_query, first_query + num_queries)` of the pass and the last
-    `num_queries` of its `context_tokens` tokens. `block_ids` (shape [num_used_blocks], int64) is
-    where these lie. `mask` (shape [num_queries, context_tokens], True: may be seen) is None when
-    no query needs one: a single query sees everything, and a sequence that starts in this pass
-    is plainly causal.
+    The queries are tokens `[first_query, first_query + num_queries)` of the pass and the last
+    `num_queries` of the sequence's last `context_tokens` tokens, the only ones that any of them
+    sees. `block_ids` (shape [num_used_blocks], int64) is where these lie, the first one in slot
+    `first_slot` of the first block. `mask` (shape [num_queries, context_tokens], True: may be seen)
+    is None when no query needs one: a single query sees all of its context, and where queries and
+    context are the same tokens, within one window, they are plainly causal.
     """
 
     first_query: int
     num_queries: int
     context_tokens: int
+    first_slot: int
     block_ids: torch.Tensor
     mask: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PagedBatch:
-    """What one forward pass writes where, and what each sequence reads.
+class GroupBatch:
+    """What one forward pass writes where in the layers of one group, and what each sequence reads.
 
     Token `i` of the pass is written to slot `slot_offsets[i]` of block `slot_blocks[i]` (both of
     shape [total_tokens], int64).
     """
 
-    layers: Sequence[torch.Tensor]
     slot_blocks: torch.Tensor
     slot_offsets: torch.Tensor
     sequences: tuple[SequenceSpan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedBatch:
+    """The KV tensor of each layer, and what the pass does in it."""
+
+    layers: Sequence[torch.Tensor]
+    group_of_layer: Sequence[GroupBatch]
 
 
 def paged_attention(
@@ -66,7 +76,7 @@ def paged_attention(
     """Write the new keys and values, then let every sequence attend to its own tokens, causally.
 
     Args:
-        module: the attention module; its `layer_idx` picks the layer's tensor.
+        module: the attention module; its `layer_idx` picks the layer's tensor and group.
         query: shape [1, num_heads, total_tokens, head_size].
         key: shape [1, num_kv_heads, total_tokens, head_size], rotated.
         value: as `key`.
@@ -77,13 +87,15 @@ def paged_attention(
     Returns:
         shape [1, total_tokens, num_heads, head_size], and no attention weights.
     """
-    layer = paged_batch.layers[int(module.layer_idx)]  # type: ignore[arg-type]
-    slots = (paged_batch.slot_blocks, paged_batch.slot_offsets)
+    layer_index = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = paged_batch.layers[layer_index]
+    group = paged_batch.group_of_layer[layer_index]
+    slots = (group.slot_blocks, group.slot_offsets)
     # All writes come first: a sequence may share blocks that another one fills in this very pass.
     layer[0].index_put_(slots, key[0].transpose(0, 1))
     layer[1].index_put_(slots, value[0].transpose(0, 1))
     output = torch.empty_like(query)
-    for span in paged_batch.sequences:
+    for span in group.sequences:
         part = slice(span.first_query, span.first_query + span.num_queries)
         if span.num_queries == span.context_tokens:
             seen = (key[:, :, part], value[:, :, part])
@@ -93,17 +105,32 @@ def paged_attention(
     return output.transpose(1, 2), None
 
 
-def causal_mask(num_queries: int, context_tokens: int, device: torch.device) -> torch.Tensor | None:
-    """Return the mask of `SequenceSpan`: the last query sees all tokens, each earlier one less."""
-    if num_queries in (1, context_tokens):
+def visible_from(start_position: int, window: int | None) -> int:
+    """Return the first position that a query at `start_position`, or any after it, sees."""
+    return 0 if window is None else max(0, start_position - window + 1)
+
+
+def causal_mask(
+    num_queries: int, context_tokens: int, window: int | None, device: torch.device
+) -> torch.Tensor | None:
+    """Return the mask of `SequenceSpan`.
+
+    The last query is the last token of the context; each sees itself and what lies before it, as
+    far as its window goes.
+    """
+    first_query = context_tokens - num_queries
+    fits_window = window is None or num_queries <= window
+    if num_queries == 1 or (first_query == 0 and fits_window):
         return None
     mask = torch.ones(num_queries, context_tokens, dtype=torch.bool, device=device)
-    return mask.tril(diagonal=context_tokens - num_queries)
+    mask = mask.tril(diagonal=first_query)
+    return mask if window is None else mask.triu(diagonal=first_query - window + 1)
 
 
 def _read(layer: torch.Tensor, span: SequenceSpan) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather keys and values, each of shape [1, num_kv_heads, context_tokens, head_size]."""
-    both = layer.index_select(1, span.block_ids).flatten(1, 2)[:, : span.context_tokens]
+    used = slice(span.first_slot, span.first_slot + span.context_tokens)
+    both = layer.index_select(1, span.block_ids).flatten(1, 2)[:, used]
     keys, values = both.transpose(1, 2).unsqueeze(1)
     return keys, values
 

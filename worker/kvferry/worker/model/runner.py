@@ -8,7 +8,13 @@ import numpy.typing as npt
 import torch
 
 from kvferry.proto.errors import BadInputError, ConfigError, PromptTooLongError, TokenError
-from kvferry.worker.model.attention import PagedBatch, SequenceSpan, causal_mask
+from kvferry.worker.model.attention import (
+    GroupBatch,
+    PagedBatch,
+    SequenceSpan,
+    causal_mask,
+    visible_from,
+)
 from kvferry.worker.model.loading import LoadedModel
 from kvferry.worker.slot_mapping import slots
 
@@ -17,13 +23,15 @@ from kvferry.worker.slot_mapping import slots
 class SequenceSlice:
     """Tokens `[start_position, start_position + len(token_ids))` of a sequence, to be computed.
 
-    Everything before `start_position` has been written into the blocks of `block_table` already;
-    block `i` of the table holds positions `[i * block_tokens, (i + 1) * block_tokens)`.
+    `block_tables` has one table per group of the model's identity; block `i` of a table holds
+    positions `[i * block_tokens, (i + 1) * block_tokens)` of the group's layers. What the slice
+    sees before `start_position` has been written there already. A block that lies wholly before
+    the window of `start_position` is not looked at: the table may name any block there.
     """
 
     token_ids: Sequence[int]
     start_position: int
-    block_table: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
 
     @property
     def end_position(self) -> int:
@@ -38,7 +46,7 @@ class ModelRunner:
         loaded: a model with weights, on the device of the tensors.
         layers: one tensor per layer, of shape
             [2, num_blocks, block_tokens, num_kv_heads, head_size] and the model's dtype; any
-            strides.
+            strides. Layers of different groups may be views of the same memory.
         block_tokens: slots per block.
 
     Raises:
@@ -54,6 +62,11 @@ class ModelRunner:
         self._block_tokens = block_tokens
         self._num_blocks = layers[0].shape[1]
         self._device = layers[0].device
+        groups = loaded.identity.groups
+        # A group's window; None where it sees all.
+        self._windows = [group.window_tokens for group in groups]
+        group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+        self._group_ids = [group_of[layer] for layer in range(loaded.num_layers)]
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
@@ -63,8 +76,8 @@ class ModelRunner:
             shape [num_sequences, vocab_size]: the logits of each slice's last token.
 
         Raises:
-            BadInputError: no slice, an empty one, or a block table that is too short or names a
-                block that is not there.
+            BadInputError: no slice, an empty one, not one block table per group, or a block table
+                that is too short or names a block that is not there.
             TokenError: a token id outside the vocabulary.
             PromptTooLongError: positions beyond the model's limit.
         """
@@ -77,48 +90,101 @@ class ModelRunner:
         positions = torch.cat(
             [torch.arange(p.start_position, p.end_position, device=self._device) for p in batch]
         )
-        paged_batch = self._paged_batch(batch)
-        last_tokens = [s.first_query + s.num_queries - 1 for s in paged_batch.sequences]
+        last_tokens = np.cumsum([len(piece.token_ids) for piece in batch]) - 1
         output = self._loaded.model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=self._tensor(last_tokens),
-            paged_batch=paged_batch,
+            paged_batch=self._paged_batch(batch),
         )
         logits: torch.Tensor = output.logits[0]
         return logits
 
     def _paged_batch(self, batch: Sequence[SequenceSlice]) -> PagedBatch:
-        spans: list[SequenceSpan] = []
-        piece_slots: list[npt.NDArray[np.int64]] = []
+        # Groups of one window see the same tokens, in different blocks.
+        masks = {window: self._masks(batch, window) for window in set(self._windows)}
+        groups = [
+            self._group_batch(batch, group_id, masks[window])
+            for group_id, window in enumerate(self._windows)
+        ]
+        return PagedBatch(
+            layers=self._layers,
+            group_of_layer=[groups[group_id] for group_id in self._group_ids],
+        )
+
+    def _masks(
+        self, batch: Sequence[SequenceSlice], window: int | None
+    ) -> list[torch.Tensor | None]:
+        return [
+            causal_mask(
+                len(piece.token_ids),
+                piece.end_position - visible_from(piece.start_position, window),
+                window,
+                self._device,
+            )
+            for piece in batch
+        ]
+
+    def _group_batch(
+        self,
+        batch: Sequence[SequenceSlice],
+        group_id: int,
+        masks: Sequence[torch.Tensor | None],
+    ) -> GroupBatch:
         block_tokens = self._block_tokens
+        spans = []
+        piece_slots = []
         first_query = 0
-        for piece in batch:
-            num_used_blocks = -(-piece.end_position // block_tokens)
-            table = np.array(piece.block_table[:num_used_blocks], dtype=np.int64)
+        for piece, mask in zip(batch, masks, strict=True):
             num_queries = len(piece.token_ids)
-            piece_slots.append(slots(table, piece.start_position, piece.end_position, block_tokens))
+            first_visible = visible_from(piece.start_position, self._windows[group_id])
+            skipped_blocks, first_slot = divmod(first_visible, block_tokens)
+            skipped_tokens = skipped_blocks * block_tokens
+            used = self._used_blocks(piece, group_id, skipped_blocks)
+            start, end = piece.start_position - skipped_tokens, piece.end_position - skipped_tokens
+            piece_slots.append(slots(used, start, end, block_tokens))
             spans.append(
                 SequenceSpan(
                     first_query=first_query,
                     num_queries=num_queries,
-                    context_tokens=piece.end_position,
-                    block_ids=torch.from_numpy(table).to(self._device),
-                    mask=causal_mask(num_queries, piece.end_position, self._device),
+                    context_tokens=piece.end_position - first_visible,
+                    first_slot=first_slot,
+                    block_ids=torch.from_numpy(used).to(self._device),
+                    mask=mask,
                 )
             )
             first_query += num_queries
         slot_blocks, slot_offsets = np.divmod(np.concatenate(piece_slots), block_tokens)
-        return PagedBatch(
-            layers=self._layers,
+        return GroupBatch(
             slot_blocks=torch.from_numpy(slot_blocks).to(self._device),
             slot_offsets=torch.from_numpy(slot_offsets).to(self._device),
             sequences=tuple(spans),
         )
 
-    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+    def _used_blocks(
+        self, piece: SequenceSlice, group_id: int, skipped_blocks: int
+    ) -> npt.NDArray[np.int64]:
+        """Return the blocks that a slice reads or writes in a group, in their order."""
+        table = piece.block_tables[group_id]
+        num_blocks = -(-piece.end_position // self._block_tokens)
+        if len(table) < num_blocks:
+            raise BadInputError(
+                f"the block table of group {group_id} is too short for the slice",
+                given=f"{piece.end_position} tokens",
+                allowed=f"up to {len(table) * self._block_tokens} in {len(table)} blocks",
+            )
+        used = np.array(table[skipped_blocks:num_blocks], dtype=np.int64)
+        if used.min() < 0 or used.max() >= self._num_blocks:
+            raise BadInputError(
+                f"the block table of group {group_id} names a block that is not there",
+                given=used.tolist(),
+                allowed=f"0 to {self._num_blocks - 1}",
+            )
+        return used
+
+    def _tensor(self, values: npt.ArrayLike) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._device)
 
     def _require_tokens(self, token_ids: torch.Tensor) -> None:
         smallest, largest = int(token_ids.min()), int(token_ids.max())
@@ -142,18 +208,11 @@ class ModelRunner:
                 given=piece.end_position,
                 allowed=f"up to {self._loaded.max_model_len}",
             )
-        room_tokens = len(piece.block_table) * self._block_tokens
-        if piece.end_position > room_tokens:
+        if len(piece.block_tables) != len(self._windows):
             raise BadInputError(
-                "the block table is too short for the slice",
-                given=f"{piece.end_position} tokens",
-                allowed=f"up to {room_tokens} in {len(piece.block_table)} blocks",
-            )
-        if min(piece.block_table) < 0 or max(piece.block_table) >= self._num_blocks:
-            raise BadInputError(
-                "the block table names a block that is not there",
-                given=list(piece.block_table),
-                allowed=f"0 to {self._num_blocks - 1}",
+                "one block table per group is needed",
+                given=len(piece.block_tables),
+                allowed=len(self._windows),
             )
 
 
