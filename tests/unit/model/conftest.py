@@ -9,6 +9,8 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -24,6 +26,17 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+}
+OF_KIND: dict[str, dict[str, object]] = {
+    # Their head size does not follow from the hidden size.
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "tie_word_embeddings": False,
+    },
 }
 
 MakeModel = Callable[..., Path]
@@ -54,9 +67,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
             "pad_token_id": 0,
             "bos_token_id": 1,
         }
-        if kind == "qwen3":
-            # Qwen3's head size does not follow from its hidden size.
-            values["head_dim"] = 16
+        values |= OF_KIND.get(kind, {})
         torch.manual_seed(0)
         folder = tmp_path_factory.mktemp(kind)
         model_class(config_class(**values | changes)).save_pretrained(folder)

@@ -4,13 +4,16 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Gemma3TextConfig
 
 from kvferry.proto.errors import ModelError
 from kvferry.proto.identity import GroupSpec, Identity
+from kvferry.worker.model.config import layer_groups
 from kvferry.worker.model.folder import weight_digest
 from kvferry.worker.model.loading import inspect_model, load_model
 
@@ -59,7 +62,7 @@ def test_a_head_size_that_does_not_follow_from_the_hidden_size_is_read(
     assert (facts.head_size, facts.identity.head_size) == (16, 16)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3_text"])
 def test_a_loaded_model_has_the_dtype_asked_for_and_the_facts_of_inspection(
     tiny_models: dict[str, Path], kind: str
 ) -> None:
@@ -123,9 +126,12 @@ def test_a_hub_id_that_cannot_be_fetched_is_refused(
         ({"model_type": "gpt2"}, "unsupported model_type; given: gpt2; allowed: .*'llama'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised.*quant_method=awq"),
         (
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-            | {"layer_types": None},
-            r"attention layer; given: \['sliding_attention'\]; allowed: \['full_attention'\]",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            r"attention layer; given: \['chunked_attention'\]; allowed: .*'sliding_attention'",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "sliding_attention layers need a sliding_window; allowed: >= 1",
         ),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -142,9 +148,84 @@ def test_a_config_that_the_paged_attention_would_get_wrong_is_refused(
         inspect_model(str(folder))
 
 
-def test_a_sliding_window_that_no_layer_uses_is_accepted(make_model: MakeModel) -> None:
+def test_a_sliding_window_that_no_layer_uses_makes_no_group(make_model: MakeModel) -> None:
     path = make_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2)
-    assert inspect_model(str(path)).num_layers == 2
+    assert inspect_model(str(path)).identity.groups == (GroupSpec(kind="full", layers=(0, 1)),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        (
+            "llama",
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
+            r"given: \['sliding_attention'\]; allowed: \['full_attention'\]",
+        ),
+        ("gemma3_text", {"sliding_window": 0}, "need a sliding_window; given: 0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "softcapping is not .*given: 50.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional_attention is not"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}},
+            "unsupported rope_type; given: dynamic",
+        ),
+    ],
+)
+def test_layers_that_would_be_computed_in_another_way_than_the_config_says_are_refused(
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
+    kind: str,
+    changes: dict[str, object],
+    said: str,
+) -> None:
+    folder = Path(shutil.copytree(tiny_models[kind], tmp_path / "tiny"))
+    change_config(folder, **changes)
+    with pytest.raises(ModelError, match=said):
+        inspect_model(str(folder))
+
+
+def test_a_hybrid_identity_names_its_groups_and_the_rope_of_each_type_of_layer(
+    tiny_hybrid_model: Path,
+) -> None:
+    identity = inspect_model(str(tiny_hybrid_model)).identity
+    assert identity.groups == (
+        GroupSpec(kind="full", layers=(2, 5)),
+        GroupSpec(kind="sliding_window", layers=(0, 3), window_tokens=40),
+        GroupSpec(kind="sliding_window", layers=(1, 4), window_tokens=40),
+    )
+    assert json.loads(identity.rope) == {
+        "max_position_embeddings": 8192,
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert (identity.num_kv_heads, identity.head_size) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "full", "sliding"),
+    [
+        ("ff", [(0, 1)], []),
+        ("sss", [], [(0, 1, 2)]),
+        ("fs", [(0,)], [(1,)]),
+        ("sfff", [(1,), (2,), (3,)], [(0,)]),
+        ("sfsfs", [(1, 3)], [(0, 4), (2,)]),
+        ("ssfssfss", [(2, 5)], [(0, 4), (1, 6), (3, 7)]),
+    ],
+)
+def test_the_rarer_kind_of_layer_is_one_group_and_sets_the_size_of_the_others(
+    pattern: str, full: list[tuple[int, ...]], sliding: list[tuple[int, ...]]
+) -> None:
+    make_config: Any = Gemma3TextConfig
+    names = {"f": "full_attention", "s": "sliding_attention"}
+    config = make_config(
+        num_hidden_layers=len(pattern),
+        layer_types=[names[letter] for letter in pattern],
+        sliding_window=8,
+    )
+    assert layer_groups(config) == (
+        *(GroupSpec(kind="full", layers=layers) for layers in full),
+        *(GroupSpec(kind="sliding_window", layers=layers, window_tokens=8) for layers in sliding),
+    )
 
 
 def test_a_config_that_is_no_json_is_refused(folder: Path) -> None:

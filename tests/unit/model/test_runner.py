@@ -17,7 +17,7 @@ from kvferry.worker.model.runner import ModelRunner, SequenceSlice
 
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 24
-KINDS = ("llama", "qwen2", "qwen3")
+KINDS = ("llama", "qwen2", "qwen3", "gemma3_text")
 TOLERANCE = 1e-4
 
 Models = dict[str, tuple[LoadedModel, TransformersReference]]

@@ -2,12 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from kvferry.proto.errors import ModelError
+from kvferry.proto.identity import GroupSpec
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "gemma3_text")
+# transformers ignores the layer types of a Llama, so a window named there would be ours alone.
+_LAYER_TYPES = {
+    "llama": ("full_attention",),
+    "qwen2": ("full_attention", "sliding_attention"),
+    "qwen3": ("full_attention", "sliding_attention"),
+    "gemma3_text": ("full_attention", "sliding_attention"),
+}
 # "dynamic" and "longrope" turn old keys by an angle that depends on the sequence's later length,
 # so blocks of one prefix would not be interchangeable.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -17,8 +26,9 @@ def read_config(folder: Path) -> PreTrainedConfig:
     """Return the checked config of a model folder.
 
     Raises:
-        ModelError: it is not readable, of another model type, quantised, or uses sliding-window
-            layers or a rope whose angles depend on the sequence's length.
+        ModelError: it is not readable, of another model type, quantised, or uses kinds of attention
+            that the paged attention does not have, or a rope whose angles depend on the sequence's
+            length.
     """
     try:
         plain = json.loads((folder / "config.json").read_text())
@@ -38,12 +48,34 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def rope_text(config: PreTrainedConfig) -> str:
-    """Return everything that the rope angles are computed from, as canonical JSON."""
+    """Return everything that the rope angles are computed from, as canonical JSON.
+
+    Where each type of layer has a rope of its own, all of them are named.
+    """
     settings = {
         "max_position_embeddings": config.max_position_embeddings,
         **config.rope_parameters,
     }
     return json.dumps(settings, sort_keys=True)
+
+
+def layer_groups(config: PreTrainedConfig) -> tuple[GroupSpec, ...]:
+    """Return the groups that the layers of a checked config form: full ones first.
+
+    A model with one kind of layers is one group. Otherwise the kind with fewer layers is one group,
+    and its size the most that a group may have: the other kind is dealt, layer by layer, to as
+    many groups as that takes (of 2 full and 4 sliding-window layers: one group and two).
+    """
+    types = _layer_types(config)
+    full = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
+    sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
+    size = min(len(full), len(sliding)) or len(types)
+    groups = [GroupSpec(kind="full", layers=layers) for layers in _dealt(full, size)]
+    groups += [
+        GroupSpec(kind="sliding_window", layers=layers, window_tokens=config.sliding_window)
+        for layers in _dealt(sliding, size)
+    ]
+    return tuple(groups)
 
 
 def eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
@@ -78,11 +110,47 @@ def _require_supported(config: PreTrainedConfig) -> None:
         raise ModelError(
             "quantised weights are not supported", given=quantisation, allowed="plain weights"
         )
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if kinds:
+    _require_supported_attention(config)
+    for rope in _ropes(config):
+        rope_type = rope.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            raise ModelError("unsupported rope_type", given=rope_type, allowed=list(ROPE_TYPES))
+
+
+def _require_supported_attention(config: PreTrainedConfig) -> None:
+    types = set(_layer_types(config))
+    allowed = _LAYER_TYPES[config.model_type]
+    if not types <= set(allowed):
         raise ModelError(
-            "unsupported kind of attention layer", given=sorted(kinds), allowed=["full_attention"]
+            "unsupported kind of attention layer",
+            given=sorted(types - set(allowed)),
+            allowed=list(allowed),
         )
-    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        raise ModelError("unsupported rope_type", given=rope_type, allowed=list(ROPE_TYPES))
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in types and (window is None or window < 1):
+        raise ModelError(
+            "sliding_attention layers need a sliding_window", given=window, allowed=">= 1"
+        )
+    # Settings of Gemma's: the one would let a token see later ones, the other is read by
+    # transformers but not applied, so that nobody could tell which output is right.
+    for name in ("use_bidirectional_attention", "attn_logit_softcapping"):
+        value = getattr(config, name, None)
+        if value:
+            raise ModelError(f"{name} is not supported", given=value, allowed="unset")
+
+
+def _layer_types(config: PreTrainedConfig) -> list[str]:
+    types: list[str] | None = getattr(config, "layer_types", None)
+    return types or ["full_attention"] * config.num_hidden_layers
+
+
+def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the rope settings, those of each type of layer where they differ by type."""
+    settings: dict[str, Any] = config.rope_parameters or {}
+    by_layer_type = [value for value in settings.values() if isinstance(value, dict)]
+    return by_layer_type or [settings]
+
+
+def _dealt(layers: list[int], size: int) -> list[tuple[int, ...]]:
+    num_groups = -(-len(layers) // size)
+    return [tuple(layers[first::num_groups]) for first in range(num_groups)]

@@ -16,10 +16,10 @@ from transformers import (
 from transformers.utils import logging as _logging
 
 from kvferry.proto.errors import ModelError
-from kvferry.proto.identity import GroupSpec, Identity
+from kvferry.proto.identity import Identity
 from kvferry.worker.kv_memory import TORCH_DTYPES
 from kvferry.worker.model.attention import PAGED_ATTENTION
-from kvferry.worker.model.config import eos_token_ids, read_config, rope_text
+from kvferry.worker.model.config import eos_token_ids, layer_groups, read_config, rope_text
 from kvferry.worker.model.folder import find_model_folder, model_name, weight_digest
 
 # Parts of transformers are not typed.
@@ -81,7 +81,7 @@ def inspect_model(path_or_hub_id: str, *, dtype: str = "float32") -> ModelFacts:
         num_layers=config.num_hidden_layers,
         num_kv_heads=config.num_key_value_heads,
         head_size=head_size,
-        groups=(GroupSpec(kind="full", layers=tuple(range(config.num_hidden_layers))),),
+        groups=layer_groups(config),
     )
     return ModelFacts(
         folder=folder,
