@@ -57,6 +57,21 @@ class GroupSpec:
                     f"{name} is no setting of this kind of group", given=value, allowed=self.kind
                 )
 
+    def first_needed_block(self, num_blocks: int, block_tokens: int) -> int:
+        """Return the first block that tokens after the prefix of `num_blocks` blocks still need.
+
+        They need all from there to the end of the prefix, and none before. `num_blocks` is at
+        least 1; the answer never falls as it grows, and equals it only where a chunk begins.
+        """
+        num_tokens = num_blocks * block_tokens
+        if self.window_tokens is not None:
+            # A window of one token needs no block, but what ends a prefix must be there.
+            skipped_tokens = max(0, num_tokens - self.window_tokens + 1)
+            return min(skipped_tokens // block_tokens, num_blocks - 1)
+        if self.chunk_tokens is not None:
+            return num_tokens // self.chunk_tokens * self.chunk_tokens // block_tokens
+        return num_blocks - 1 if self.kind == "mamba" else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:

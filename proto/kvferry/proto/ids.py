@@ -29,7 +29,7 @@ Epoch = NewType("Epoch", int)
 
 NULL_BLOCK = BlockId(0)
 FIRST_GROUP = GroupId(0)
-"""The only group of most models."""
+"""The only group of most identities."""
 
 GROUP_ID_BYTES = 4
 HASH_SIZES_BYTES = (16, 32)

@@ -161,7 +161,7 @@ class ReleaseLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """A worker asks for destination blocks for content that a client is about to store.
+    """A worker asks for blocks of one group for content that a client is about to store.
 
     Hashes the instance already holds are left out: `Reserved.block_ids[i]` is None for them.
     All blocks are of one group.

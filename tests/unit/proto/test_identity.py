@@ -197,3 +197,24 @@ def test_a_block_id_takes_the_bytes_of_the_largest_group() -> None:
     hybrid = replace(IDENTITY, num_layers=3, groups=groups)
     page_bytes = 2 * 16 * IDENTITY.num_kv_heads * IDENTITY.head_size * 2
     assert hybrid.block_bytes(16) == 2 * page_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "first_needed"),
+    [
+        ("full", {}, [0, 0, 0, 0]),
+        ("sliding_window", {"window_tokens": 1}, [0, 1, 2, 3]),
+        ("sliding_window", {"window_tokens": 5}, [0, 1, 2, 3]),
+        ("sliding_window", {"window_tokens": 6}, [0, 0, 1, 2]),
+        ("sliding_window", {"window_tokens": 64}, [0, 0, 0, 0]),
+        ("chunked_local", {"chunk_tokens": 8}, [0, 2, 2, 4]),
+        ("chunked_local", {"chunk_tokens": 6}, [0, 1, 3, 3]),
+        ("mamba", {"state_bytes": 1}, [0, 1, 2, 3]),
+    ],
+)
+def test_a_group_needs_the_blocks_that_the_next_token_attends_to(
+    kind: Any, setting: Any, first_needed: list[int]
+) -> None:
+    """Blocks of 4 tokens: with a window of 6, the token at 12 attends to tokens 7 to 12."""
+    group = GroupSpec(kind=kind, layers=(0,), **setting)
+    assert [group.first_needed_block(num_blocks, 4) for num_blocks in range(1, 5)] == first_needed
