@@ -11,12 +11,12 @@ import torch
 
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.identity import GroupSpec, Identity
-from kvferry.proto.ids import BlockHash, BlockId, Incarnation, LeaseId
+from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, Incarnation, LeaseId
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Header, Place, Segment, places_of
 from kvferry.worker.kv_memory import KvMemory
-from kvferry.worker.pull import receive
+from kvferry.worker.pull import BlockRun, receive
 from kvferry.worker.service import WorkerService
 from kvferry.worker.source import make_frame
 from kvferry.worker.transfer_session import PullSession
@@ -44,20 +44,12 @@ Source = Callable[[list[BlockHash], Tamper], AbstractContextManager["Pull"]]
 
 
 def new_memory() -> KvMemory:
-    return KvMemory(
-        open_device("cpu"),
-        num_blocks=NUM_BLOCKS,
-        block_tokens=4,
-        num_layers=2,
-        num_kv_heads=1,
-        head_size=8,
-        dtype="float32",
-    )
+    return KvMemory(open_device("cpu"), IDENTITY, num_blocks=NUM_BLOCKS, block_tokens=4)
 
 
 def block_content(block_hash: BlockHash) -> bytes:
     """Return the canonical bytes that belong to a hash."""
-    return (block_hash * 32)[: new_memory().geometry.block_bytes]
+    return (block_hash * 32)[: new_memory().groups[0].geometry.block_bytes]
 
 
 class Pull:
@@ -71,7 +63,7 @@ class Pull:
         return self._run(self.memory)
 
     def block(self, index: int) -> bytes:
-        return gather(self.memory, [Place(DESTINATIONS[index], 0, 2)])
+        return gather(self.memory.groups[0], [Place(DESTINATIONS[index], 0, 2)])
 
 
 class FakeSource:
@@ -81,16 +73,16 @@ class FakeSource:
         self._held = {block_hash: block_content(block_hash) for block_hash in held}
 
     def messages(self, ask: FetchAsk) -> Iterator[Header | Frame]:
-        memory = new_memory()
+        geometry = new_memory().groups[0].geometry
         found = []
         for block_hash in ask.hashes:
             if block_hash not in self._held:
                 break
             found.append(self._held[block_hash])
-        yield Header(incarnation=1, num_found=len(found), geometry=memory.geometry)
+        yield Header(incarnation=1, num_found=len(found), geometry=geometry)
         for index, content in enumerate(found):
             for layer in range(2):
-                page = content[layer * memory.page_bytes : (layer + 1) * memory.page_bytes]
+                page = content[layer * geometry.page_bytes : (layer + 1) * geometry.page_bytes]
                 segment = Segment(
                     hash_index=index,
                     layer_start=layer,
@@ -106,11 +98,12 @@ def fake(held: list[BlockHash], tamper: Tamper) -> Iterator[Pull]:
     source = FakeSource(held)
 
     def run(memory: KvMemory) -> tuple[int, str | None]:
-        session = PullSession(len(HASHES), memory.geometry)
+        (group,) = memory.groups
+        session = PullSession(len(HASHES), group.geometry)
         ask = make_fetch_ask(IDENTITY, HASHES)
 
         def place(frame: Frame) -> None:
-            scatter(memory, places_of(frame.segments, DESTINATIONS), frame.payload)
+            scatter(group, places_of(frame.segments, DESTINATIONS), frame.payload)
 
         try:
             receive(tamper(source.messages(ask)), session, place)
@@ -132,28 +125,28 @@ class TamperingService(WorkerService):
 @contextmanager
 def over_grpc(held: list[BlockHash], tamper: Tamper) -> Iterator[Pull]:
     memory = new_memory()
-    source = TamperingService(identity=IDENTITY, incarnation=Incarnation(1), memory=memory)
+    source = TamperingService(incarnation=Incarnation(1), memory=memory)
     source.tamper = tamper
     for block_id, block_hash in enumerate(held, start=1):
-        scatter(memory, [Place(BlockId(block_id), 0, 2)], block_content(block_hash))
-        source.written([(block_hash, BlockId(block_id))])
+        scatter(memory.groups[0], [Place(BlockId(block_id), 0, 2)], block_content(block_hash))
+        source.written(FIRST_GROUP, [(block_hash, BlockId(block_id))])
     address = source.serve()
     clients: list[WorkerService] = []
 
     def run(destination: KvMemory) -> tuple[int, str | None]:
-        client = WorkerService(identity=IDENTITY, incarnation=Incarnation(2), memory=destination)
+        client = WorkerService(incarnation=Incarnation(2), memory=destination)
         clients.append(client)
         outcome = client.pull(
             source_address=address,
             source_incarnation=Incarnation(1),
             lease_id=LeaseId(""),
-            hashes=HASHES,
-            block_ids=DESTINATIONS,
+            runs=[BlockRun(group_id=FIRST_GROUP, hashes=HASHES, block_ids=DESTINATIONS)],
             timeout_s=20.0,
             cancel=threading.Event(),
         )
-        assert client.residency.num_blocks() == outcome.num_blocks
-        return outcome.num_blocks, outcome.error_type
+        (num_blocks,) = outcome.num_blocks_of_run
+        assert client.residency.num_blocks() == num_blocks
+        return num_blocks, outcome.error_type
 
     try:
         yield Pull(run)
@@ -189,7 +182,7 @@ def assert_prefix_in_place(pull: Pull, num_blocks: int) -> None:
         expected = (
             block_content(HASHES[index])
             if index < num_blocks
-            else bytes(pull.memory.geometry.block_bytes)
+            else bytes(pull.memory.groups[0].geometry.block_bytes)
         )
         assert pull.block(index) == expected, index
 

@@ -14,11 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.integration.transfer_peer import hash_of, new_worker
 
 from kvferry.proto.errors import BadInputError, ConfigError, InsecureBindError, PortTakenError
-from kvferry.proto.ids import BlockId, Incarnation, InstanceId, LeaseId
+from kvferry.proto.ids import FIRST_GROUP, BlockId, Incarnation, InstanceId, LeaseId
 from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.actor import StoreConfig, WorkerActor
 from kvferry.worker.grpc_errors import error_of_call
-from kvferry.worker.pull import PullOutcome
+from kvferry.worker.pull import BlockRun, PullOutcome
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_server import SERVICE_NAME
 
@@ -46,8 +46,7 @@ def pull_one(
         source_address=address,
         source_incarnation=Incarnation(incarnation),
         lease_id=LeaseId(lease_id),
-        hashes=[hash_of(0)],
-        block_ids=[BlockId(1)],
+        runs=[BlockRun(group_id=FIRST_GROUP, hashes=[hash_of(0)], block_ids=[BlockId(1)])],
         timeout_s=5.0,
         cancel=threading.Event(),
     )
@@ -114,7 +113,7 @@ def test_a_store_instance_starts_serves_and_stops() -> None:
         )
         assert (started.pid, actor.ping()) == (os.getpid(), os.getpid())
         outcome = pull_one(worker, started.address, 4)
-        assert (outcome.num_blocks, outcome.error_type) == (0, "NotFoundError")
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), "NotFoundError")
         assert actor.stats().num_fetches == 1
         actor.stop()
         assert pull_one(worker, started.address, 4).error_type == "UnavailableError"

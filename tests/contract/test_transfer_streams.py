@@ -16,7 +16,7 @@ from tests.integration.transfer_peer import PeerService, fill, hash_of, new_work
 
 from kvferry.proto.errors import BadInputError, BusyError, KvferryError
 from kvferry.proto.grpc_status import MAX_CALL_S
-from kvferry.proto.ids import BlockHash, BlockId, LeaseId
+from kvferry.proto.ids import BlockHash, BlockId, GroupId, LeaseId
 from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.grpc_errors import error_of_call
 from kvferry.worker.transfer_server import SERVICE_NAME, TransferServer
@@ -38,7 +38,9 @@ class CountingReserver:
         self.ended: list[int] = []
         self.reserved = threading.Event()
 
-    def reserve(self, hashes: Sequence[BlockHash]) -> tuple[LeaseId, Sequence[BlockId | None]]:
+    def reserve(
+        self, group_id: GroupId, hashes: Sequence[BlockHash]
+    ) -> tuple[LeaseId, Sequence[BlockId | None]]:
         self.reserved.set()
         return LeaseId("r1"), [BlockId(i) for i in range(1, len(hashes) + 1)]
 
@@ -70,7 +72,7 @@ class Front:
     def begin_store(self, rest: Iterator[bytes]) -> Any:
         """Announce two blocks and send what `rest` yields."""
         hashes = [hash_of(100), hash_of(101)]
-        ask = make_store_ask(self.worker.identity, hashes, self.worker.memory.geometry)
+        ask = make_store_ask(self.worker.identity, hashes, self.worker.memory.groups[0].geometry)
         send: grpc.StreamUnaryMultiCallable[bytes, transfer_pb2.StoreReply]
         send = self.channel.stream_unary(
             f"/{SERVICE_NAME}/Store",

@@ -3,6 +3,7 @@ import threading
 import pytest
 import torch
 
+from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import BlockId
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.device import open_device
@@ -15,16 +16,22 @@ pytestmark = [
 ]
 
 
+IDENTITY = Identity(
+    model="tiny",
+    weight_version="1",
+    weight_dtype="bfloat16",
+    kv_dtype="bfloat16",
+    kv_scales="",
+    rope="",
+    num_layers=3,
+    num_kv_heads=2,
+    head_size=64,
+    groups=(GroupSpec(kind="full", layers=(0, 1, 2)),),
+)
+
+
 def memory(device: str) -> KvMemory:
-    return KvMemory(
-        open_device(device),
-        num_blocks=33,
-        block_tokens=16,
-        num_layers=3,
-        num_kv_heads=2,
-        head_size=64,
-        dtype="bfloat16",
-    )
+    return KvMemory(open_device(device), IDENTITY, num_blocks=33, block_tokens=16)
 
 
 def test_bytes_from_the_gpu_are_those_of_the_cpu_twin() -> None:
@@ -33,16 +40,18 @@ def test_bytes_from_the_gpu_are_those_of_the_cpu_twin() -> None:
         on_cpu.copy_(torch.randn(on_cpu.shape))
         on_gpu.copy_(on_cpu)
     places = [Place(BlockId(7), 0, 3), Place(BlockId(1), 1, 2)]
-    assert gather(gpu, places) == gather(cpu, places)
+    assert gather(gpu.groups[0], places) == gather(cpu.groups[0], places)
 
 
 def test_scattered_bytes_are_on_the_gpu_when_the_call_returns() -> None:
     gpu = memory("cuda")
     payload = (
-        torch.randint(0, 256, (gpu.geometry.block_bytes,), dtype=torch.uint8).numpy().tobytes()
+        torch.randint(0, 256, (gpu.groups[0].geometry.block_bytes,), dtype=torch.uint8)
+        .numpy()
+        .tobytes()
     )
-    scatter(gpu, [Place(BlockId(5), 0, 3)], payload)
-    assert gather(gpu, [Place(BlockId(5), 0, 3)]) == payload
+    scatter(gpu.groups[0], [Place(BlockId(5), 0, 3)], payload)
+    assert gather(gpu.groups[0], [Place(BlockId(5), 0, 3)]) == payload
     assert not gpu.layers[0][:, 4].any()
 
 
@@ -53,7 +62,9 @@ def test_a_copy_sees_what_was_queued_on_the_default_stream_before_it() -> None:
         big = big @ big
         big /= big.norm()
     gpu.layers[0][:, 3] = 2.0
-    page = torch.frombuffer(bytearray(gather(gpu, [Place(BlockId(3), 0, 1)])), dtype=torch.bfloat16)
+    page = torch.frombuffer(
+        bytearray(gather(gpu.groups[0], [Place(BlockId(3), 0, 1)])), dtype=torch.bfloat16
+    )
     assert (page == 2.0).all()
 
 
@@ -64,10 +75,12 @@ def test_threads_do_not_share_a_staging_buffer() -> None:
     wrong = []
 
     def read(block_id: int) -> None:
-        expected = torch.full((gpu.page_bytes // 2,), float(block_id), dtype=torch.bfloat16)
+        expected = torch.full(
+            (gpu.groups[0].geometry.page_bytes // 2,), float(block_id), dtype=torch.bfloat16
+        )
         wanted = expected.view(torch.uint8).numpy().tobytes()
         for _ in range(50):
-            if gather(gpu, [Place(BlockId(block_id), 0, 1)]) != wanted:
+            if gather(gpu.groups[0], [Place(BlockId(block_id), 0, 1)]) != wanted:
                 wrong.append(block_id)
 
     threads = [threading.Thread(target=read, args=(block_id,)) for block_id in range(1, 9)]

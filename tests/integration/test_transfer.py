@@ -1,74 +1,29 @@
 """Transfers between real processes over gRPC: right bytes, or a prefix and a reason, in time."""
 
-import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.transfer_host import SIZES, Host, new_host
 from tests.integration.transfer_peer import content_of, fill, hash_of, new_worker
 
 from kvferry.proto.errors import (
     MismatchError,
     UnavailableError,
 )
-from kvferry.proto.ids import BlockId, Incarnation, LeaseId, pack_group
+from kvferry.proto.ids import FIRST_GROUP, BlockId, Incarnation, LeaseId, pack_group
 from kvferry.worker.block_io import gather
 from kvferry.worker.frames import Place
-from kvferry.worker.pull import PullOutcome
-from kvferry.worker.service import ONLY_GROUP, WorkerService
+from kvferry.worker.pull import BlockRun, PullOutcome
+from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_client import TransferClient
-from kvferry.worker.transfer_wire import make_fetch_ask, make_store_ask
 
-PEER = Path(__file__).with_name("transfer_peer.py")
-NUM_BLOCKS = 9
-SIZES: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "num_layers": 2, "head_size": 64}
 PAGE_BYTES_PER_HEAD_SIZE = 16
-
-
-class Host:
-    """A process with any number of workers in it."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-
-    def open(self, **settings: Any) -> str:
-        """Start a worker and return its address."""
-        return self._ask("open " + json.dumps({"incarnation": 1, **SIZES, **settings}))
-
-    def reuse(self, address: str, block_id: int) -> None:
-        assert self._ask(f"reuse {address} {block_id}") == "done"
-
-    def _ask(self, command: str) -> str:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
-
-
-@contextmanager
-def new_host() -> Iterator[Host]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(
-        [sys.executable, str(PEER)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        try:
-            yield Host(process)
-        finally:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +62,17 @@ def pull(
         source_address=address,
         source_incarnation=Incarnation(incarnation),
         lease_id=LeaseId("lease-1"),
-        hashes=[hash_of(index) for index in indexes],
-        block_ids=[destination(worker, position) for position in range(len(indexes))],
+        runs=[run_of(worker, indexes)],
         timeout_s=timeout_s,
         cancel=cancel or threading.Event(),
+    )
+
+
+def run_of(worker: WorkerService, indexes: range) -> BlockRun:
+    return BlockRun(
+        group_id=FIRST_GROUP,
+        hashes=[hash_of(index) for index in indexes],
+        block_ids=[destination(worker, position) for position in range(len(indexes))],
     )
 
 
@@ -120,10 +82,11 @@ def destination(worker: WorkerService, position: int) -> BlockId:
 
 def assert_exactly_in_place(worker: WorkerService, num_blocks: int) -> None:
     """The first blocks hold their bytes and are resident; no byte of the others was written."""
-    memory = worker.memory
+    (memory,) = worker.memory.groups
     for position in range(memory.num_blocks - 1):
-        found = gather(memory, [Place(destination(worker, position), 0, memory.num_layers)])
-        resident = worker.residency.find(pack_group(hash_of(position), ONLY_GROUP))
+        place = Place(destination(worker, position), 0, memory.geometry.num_layers)
+        found = gather(memory, [place])
+        resident = worker.residency.find(pack_group(hash_of(position), FIRST_GROUP))
         if position < num_blocks:
             assert found == content_of(position, memory.geometry.block_bytes), position
             assert resident is not None
@@ -135,9 +98,9 @@ def assert_exactly_in_place(worker: WorkerService, num_blocks: int) -> None:
 def test_all_blocks_arrive_with_equal_bytes_and_are_served_on(plain: str) -> None:
     with here() as worker, here() as third:
         outcome = pull(worker, plain)
-        assert outcome == PullOutcome(num_blocks=8, num_bytes=8 * 2 * 1024)
+        assert outcome == PullOutcome(num_blocks_of_run=(8,), num_bytes=8 * 2 * 1024)
         assert_exactly_in_place(worker, 8)
-        assert pull(third, worker.serve(), incarnation=50).num_blocks == 8
+        assert pull(third, worker.serve(), incarnation=50).num_blocks_of_run == (8,)
         assert_exactly_in_place(third, 8)
         assert (worker.stats().num_bytes_pulled, worker.stats().num_bytes_served) == (16384, 16384)
 
@@ -145,9 +108,9 @@ def test_all_blocks_arrive_with_equal_bytes_and_are_served_on(plain: str) -> Non
 def test_what_a_destination_held_is_forgotten_even_when_nothing_arrives(plain: str) -> None:
     with here() as worker:
         old = hash_of(100)
-        worker.written([(old, destination(worker, 0))])
-        assert pull(worker, plain, incarnation=7).num_blocks == 0
-        assert worker.residency.find(pack_group(old, ONLY_GROUP)) is None
+        worker.written(FIRST_GROUP, [(old, destination(worker, 0))])
+        assert pull(worker, plain, incarnation=7).num_blocks_of_run == (0,)
+        assert worker.residency.find(pack_group(old, FIRST_GROUP)) is None
 
 
 def test_a_worker_describes_itself(host: Host, plain: str) -> None:
@@ -158,7 +121,9 @@ def test_a_worker_describes_itself(host: Host, plain: str) -> None:
         client.close()
     assert (description.incarnation, description.pid) == (1, host.process.pid)
     assert description.num_resident_blocks == 8
-    assert description.geometry.block_bytes == 2048
+    assert {
+        group: geometry.block_bytes for group, geometry in description.geometry_of_group.items()
+    } == {FIRST_GROUP: 2048}
     with here() as worker:
         assert description.identity == worker.identity
 
@@ -167,7 +132,7 @@ def test_a_corrupt_frame_leaves_only_the_verified_prefix(host: Host) -> None:
     source = host.open(behaviour="corrupt")
     with here() as worker:
         outcome = pull(worker, source)
-        assert (outcome.num_blocks, outcome.error_type) == (2, "TransferError")
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((2,), "TransferError")
         assert outcome.error == "a frame's checksum is wrong"
         assert_exactly_in_place(worker, 2)
         assert worker.stats().num_checksum_failures == 1
@@ -183,7 +148,7 @@ def test_a_source_killed_midway_leaves_the_verified_prefix_long_before_the_deadl
         outcome = pull(worker, source, timeout_s=30.0)
         killer.join()
         assert time.monotonic() - started < 15.0
-        assert (outcome.num_blocks, outcome.error_type) == (2, "UnavailableError")
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((2,), "UnavailableError")
         assert_exactly_in_place(worker, 2)
 
 
@@ -193,7 +158,7 @@ def test_a_source_that_stalls_is_left_at_the_deadline(host: Host) -> None:
         started = time.monotonic()
         outcome = pull(worker, source, timeout_s=1.5)
         assert 1.0 < time.monotonic() - started < 8.0
-        assert (outcome.num_blocks, outcome.error_type) == (2, "DeadlineError")
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((2,), "DeadlineError")
         assert_exactly_in_place(worker, 2)
 
 
@@ -211,14 +176,16 @@ def test_a_frozen_source_is_left_long_before_the_deadline(behaviour: str) -> Non
         started = time.monotonic()
         outcome = client.pull(
             source,
-            make_fetch_ask(worker.identity, [hash_of(index) for index in range(8)]),
+            [run_of(worker, range(8))],
+            identity=worker.identity,
             memory=worker.memory,
-            block_ids=[destination(worker, position) for position in range(8)],
+            lease_id=LeaseId(""),
+            incarnation=Incarnation(1),
             timeout_s=60.0,
             cancel=threading.Event(),
         )
         assert 0.9 < time.monotonic() - started < 8.0
-        assert outcome.num_blocks == (0 if behaviour == "plain" else 2)
+        assert outcome.num_blocks_of_run == ((0,) if behaviour == "plain" else (2,))
         assert outcome.error_type == "DeadlineError"
         assert outcome.error == f"{source} sent nothing for too long; allowed: 1.0 s"
         client.close()
@@ -235,7 +202,7 @@ def test_a_cancel_ends_a_pull_that_waits_and_closes_its_writer(host: Host) -> No
         outcome = pull(worker, source, timeout_s=30.0, cancel=cancel)
         canceller.join()
         assert time.monotonic() - started < 8.0
-        assert (outcome.num_blocks, outcome.error_type) == (2, "Cancelled")
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((2,), "Cancelled")
         assert_exactly_in_place(worker, 2)
 
 
@@ -245,7 +212,10 @@ def test_a_pull_cancelled_before_it_starts_calls_nobody() -> None:
     with here() as worker:
         outcome = pull(worker, "127.0.0.1:9", cancel=cancel)
         assert outcome == PullOutcome(
-            num_blocks=0, num_bytes=0, error="the pull was cancelled", error_type="Cancelled"
+            num_blocks_of_run=(0,),
+            num_bytes=0,
+            error="the pull was cancelled",
+            error_type="Cancelled",
         )
 
 
@@ -258,7 +228,7 @@ def test_a_bug_in_the_source_ends_the_pull_at_once_with_its_name(host: Host) -> 
     source = host.open(behaviour="broken")
     with here() as worker:
         outcome = pull(worker, source, timeout_s=20.0)
-        assert outcome.num_blocks == 2
+        assert outcome.num_blocks_of_run == (2,)
         assert outcome.error is not None
         assert "ZeroDivisionError: a bug in a handler" in outcome.error
         assert_exactly_in_place(worker, 2)
@@ -267,7 +237,7 @@ def test_a_bug_in_the_source_ends_the_pull_at_once_with_its_name(host: Host) -> 
 def test_a_fetch_meant_for_an_earlier_life_is_refused_with_both(plain: str) -> None:
     with here() as worker:
         outcome = pull(worker, plain, incarnation=7)
-        assert (outcome.num_blocks, outcome.error_type) == (0, "StaleError")
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), "StaleError")
         assert outcome.error is not None
         assert "given: 7; allowed: 1" in outcome.error
 
@@ -285,10 +255,10 @@ def test_a_block_evicted_between_lookup_and_fetch_shortens_the_answer(host: Host
     with here() as worker, here() as second:
         host.reuse(source, 3)
         outcome = pull(worker, source, indexes=range(3))
-        assert (outcome.num_blocks, outcome.error_type) == (2, "NotFoundError")
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((2,), "NotFoundError")
         assert_exactly_in_place(worker, 2)
         host.reuse(source, 1)
-        assert pull(second, source, indexes=range(3)).num_blocks == 0
+        assert pull(second, source, indexes=range(3)).num_blocks_of_run == (0,)
         assert_exactly_in_place(second, 0)
 
 
@@ -296,7 +266,7 @@ def test_a_block_reused_during_the_fetch_ends_it_before_that_block(host: Host) -
     source = host.open(behaviour="reuse")
     with here() as worker:
         outcome = pull(worker, source)
-        assert (outcome.num_blocks, outcome.error_type) == (3, "NotFoundError")
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((3,), "NotFoundError")
         assert outcome.error is not None
         assert "hash_index=3" in outcome.error
         assert_exactly_in_place(worker, 3)
@@ -311,9 +281,9 @@ def test_blocks_around_the_default_message_limit_arrive_and_can_be_stored(
     store = host.open(empty=True, **sizes)
     with here(**sizes) as worker, here(**sizes) as reader:
         fill(worker)
-        assert worker.memory.geometry.block_bytes == (4 << 20) + 16 * heads_more
+        assert worker.memory.groups[0].geometry.block_bytes == (4 << 20) + 16 * heads_more
         assert store_all(worker, store) == 2
-        assert pull(reader, store).num_blocks == 2
+        assert pull(reader, store).num_blocks_of_run == (2,)
         assert_exactly_in_place(reader, 2)
 
 
@@ -321,7 +291,7 @@ def test_64_mib_arrive_in_one_pull(host: Host) -> None:
     sizes = {"num_blocks": 65, "num_layers": 4, "head_size": 16384}
     source = host.open(**sizes)
     with here(**sizes) as worker:
-        assert pull(worker, source) == PullOutcome(num_blocks=64, num_bytes=64 << 20)
+        assert pull(worker, source) == PullOutcome(num_blocks_of_run=(64,), num_bytes=64 << 20)
         assert_exactly_in_place(worker, 64)
 
 
@@ -334,7 +304,7 @@ def test_two_pulls_at_once_do_not_disturb_each_other(host: Host) -> None:
         outcomes["first"] = pull(first, source)
         other.join()
         for worker, name in ((first, "first"), (second, "second")):
-            assert outcomes[name] == PullOutcome(num_blocks=8, num_bytes=16384)
+            assert outcomes[name] == PullOutcome(num_blocks_of_run=(8,), num_bytes=16384)
             assert_exactly_in_place(worker, 8)
 
 
@@ -344,9 +314,13 @@ def store_all(worker: WorkerService, address: str) -> int:
     try:
         return client.store(
             address,
-            make_store_ask(worker.identity, hashes, worker.memory.geometry),
+            BlockRun(
+                group_id=FIRST_GROUP,
+                hashes=hashes,
+                block_ids=[BlockId(index + 1) for index in range(len(hashes))],
+            ),
+            identity=worker.identity,
             memory=worker.memory,
-            block_ids=[BlockId(index + 1) for index in range(len(hashes))],
             timeout_s=20.0,
         )
     finally:
@@ -357,9 +331,9 @@ def test_stored_blocks_can_be_pulled_by_another_worker(host: Host) -> None:
     store = host.open(empty=True)
     with here() as writer, here() as reader:
         fill(writer)
-        assert pull(reader, store).num_blocks == 0
+        assert pull(reader, store).num_blocks_of_run == (0,)
         assert store_all(writer, store) == 8
-        assert pull(reader, store).num_blocks == 8
+        assert pull(reader, store).num_blocks_of_run == (8,)
         assert_exactly_in_place(reader, 8)
 
 
@@ -372,13 +346,13 @@ def test_a_peer_restarted_on_its_port_costs_one_refused_attempt(host: Host) -> N
     with here() as worker:
         with new_host() as doomed:
             address = doomed.open()
-            assert pull(worker, address).num_blocks == 8
+            assert pull(worker, address).num_blocks_of_run == (8,)
         assert pull(worker, address, timeout_s=5.0).error_type == "UnavailableError"
         port = int(address.rsplit(":", 1)[1])
         assert host.open(incarnation=2, port=port, empty=True) == address
         assert pull(worker, address).error_type == "StaleError"
         outcome = pull(worker, address, incarnation=2)
-        assert (outcome.num_blocks, outcome.error_type) == (0, "NotFoundError")
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), "NotFoundError")
 
 
 def test_nobody_at_the_address_is_an_outcome_for_pull_and_an_error_for_describe() -> None:

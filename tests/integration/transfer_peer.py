@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.proto.identity import GroupSpec, Identity
-from kvferry.proto.ids import BlockHash, BlockId, Incarnation, LeaseId
+from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, GroupId, Incarnation, LeaseId
 from kvferry.worker.block_io import scatter
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Header, Place
@@ -41,16 +41,8 @@ def new_worker(
         head_size=head_size,
         groups=(GroupSpec(kind="full", layers=tuple(range(num_layers))),),
     )
-    memory = KvMemory(
-        open_device("cpu"),
-        num_blocks=num_blocks,
-        block_tokens=2,
-        num_layers=num_layers,
-        num_kv_heads=1,
-        head_size=head_size,
-        dtype="float32",
-    )
-    return PeerService(identity=identity, incarnation=Incarnation(incarnation), memory=memory)
+    memory = KvMemory(open_device("cpu"), identity, num_blocks=num_blocks, block_tokens=2)
+    return PeerService(incarnation=Incarnation(incarnation), memory=memory)
 
 
 def hash_of(index: int) -> BlockHash:
@@ -63,11 +55,11 @@ def content_of(index: int, num_bytes: int) -> bytes:
 
 def fill(worker: WorkerService) -> None:
     """Write and declare block i + 1 for every hash index i."""
-    for block_id in range(1, worker.memory.num_blocks):
-        payload = content_of(block_id - 1, worker.memory.geometry.block_bytes)
-        place = Place(BlockId(block_id), 0, worker.memory.num_layers)
-        scatter(worker.memory, [place], payload)
-        worker.written([(hash_of(block_id - 1), BlockId(block_id))])
+    (group,) = worker.memory.groups
+    for block_id in range(1, group.num_blocks):
+        payload = content_of(block_id - 1, group.geometry.block_bytes)
+        scatter(group, [Place(BlockId(block_id), 0, group.geometry.num_layers)], payload)
+        worker.written(FIRST_GROUP, [(hash_of(block_id - 1), BlockId(block_id))])
 
 
 class PeerService(WorkerService):
@@ -76,7 +68,8 @@ class PeerService(WorkerService):
     behaviour = "plain"
 
     def open_fetch(self, ask: FetchAsk) -> Iterator[Header | Frame]:
-        asked = replace(ask, max_frame_bytes=min(self.memory.geometry.block_bytes, 1 << 20))
+        block_bytes = self.memory.groups[0].geometry.block_bytes
+        asked = replace(ask, max_frame_bytes=min(block_bytes, 1 << 20))
         for message in super().open_fetch(asked):
             yield self._misbehave(message) if isinstance(message, Frame) else message
 
@@ -91,7 +84,8 @@ class PeerService(WorkerService):
         if self.behaviour == "reuse" and index == 1:
             # Block 4 (hash index 3) is handed out anew while this fetch is under way.
             self.reused([BlockId(4)])
-            scatter(self.memory, [Place(BlockId(4), 0, 1)], bytes(self.memory.page_bytes))
+            (group,) = self.memory.groups
+            scatter(group, [Place(BlockId(4), 0, 1)], bytes(group.geometry.page_bytes))
         if self.behaviour == "broken" and index == 2:
             raise ZeroDivisionError("a bug in a handler")
         return frame
@@ -100,7 +94,9 @@ class PeerService(WorkerService):
 class FirstBlocks:
     """Reserves blocks 1, 2, 3 ... for one store."""
 
-    def reserve(self, hashes: Sequence[BlockHash]) -> tuple[LeaseId, Sequence[BlockId | None]]:
+    def reserve(
+        self, group_id: GroupId, hashes: Sequence[BlockHash]
+    ) -> tuple[LeaseId, Sequence[BlockId | None]]:
         return LeaseId("r1"), [BlockId(i) for i in range(1, len(hashes) + 1)]
 
     def end(self, reservation_id: LeaseId, num_written: int) -> None:

@@ -16,19 +16,21 @@ from kvferry.proto.errors import DeadlineError, KvferryError, NotFoundError, Tra
 from kvferry.proto.extra_keys import NO_KEYS, RequestKeys
 from kvferry.proto.hashing import hash_tokens
 from kvferry.proto.identity import Identity
-from kvferry.proto.ids import BlockHash, InstanceId
+from kvferry.proto.ids import BlockHash, GroupId, InstanceId, LeaseId
 from kvferry.proto.messages import Holder, Locate, Located
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import Source
 from kvferry.worker.transfer_client import TransferClient
-from kvferry.worker.transfer_wire import make_fetch_ask, make_store_ask
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """The longest cached prefix, in tokens and in full blocks, and who holds it (None: a miss)."""
+    """The longest cached prefix, in tokens and in full blocks, and who holds it (None: a miss).
+
+    It is usable for every group of layers: of a group with a window or a chunk, its end is held.
+    """
 
     num_tokens: int
     num_blocks: int
@@ -37,6 +39,10 @@ class Hit:
 
 class ModelCache:
     """The cached prefixes of one identity; made by `Ferry.model`. Thread-safe.
+
+    A prefix is looked up, fetched and stored for all layers together. Where groups of layers have a
+    window or a chunk, only that part of those layers moves that the token after the prefix can
+    still attend to: it is all an engine needs, and all it may still have itself.
 
     `token_ids` may be any sequence of integers, numpy and torch ones included; `keys` names what
     else the content depends on. Every method raises TokenError for tokens that cannot be hashed,
@@ -93,7 +99,9 @@ class ModelCache:
         """Copy the longest cached prefix into the front of `into`; return its number of tokens.
 
         Every block is verified before it is written, and only whole blocks are; what lies behind
-        the returned prefix is untouched. A holder that fails, or is slow, shortens the prefix.
+        the prefix, or before the window or chunk of a layer, is untouched. A holder that fails, or
+        is slow, shortens the prefix; unless all layers are of one group without a window or chunk,
+        it shortens it to nothing, and returned is 0 although some blocks were written.
 
         Args:
             token_ids: the prompt.
@@ -129,7 +137,9 @@ class ModelCache:
 
         Blocks that the receiving instance holds are not sent again, and nothing is sent when
         somebody holds them all. Stores are preferred, then the instance with most free blocks that
-        accepts. Fewer tokens than the full blocks' come back when the transfer ended early.
+        accepts. Fewer tokens than the full blocks' come back when the transfer ended early. A layer
+        with a window or a chunk is stored, and `layers` read, only where the token after the prefix
+        still attends to; so a shorter prefix of the same tokens is one to be stored by itself.
 
         Args:
             token_ids: the tokens whose KV `layers` holds, from the first on.
@@ -174,29 +184,29 @@ class ModelCache:
     ) -> int:
         if lease.source is None:
             return 0
-        staging = self._staging(len(hashes))
-        num_placed = 0
-        while num_placed < len(hashes):
-            part = hashes[num_placed : num_placed + staging.num_blocks]
-            outcome = self._transfer.pull(
-                lease.source.address,
-                make_fetch_ask(
-                    self.identity,
-                    part,
-                    lease_id=lease.lease_id or "",
+        num_blocks, staging = len(hashes), self._staging(len(hashes))
+        for group_id, group in enumerate(self.identity.groups):
+            placed = group.first_needed_block(num_blocks, self.block_tokens)
+            while placed < num_blocks:
+                part = hashes[placed : placed + staging.num_blocks]
+                outcome = self._transfer.pull(
+                    lease.source.address,
+                    [staging.run(GroupId(group_id), part)],
+                    identity=self.identity,
+                    memory=staging.memory,
+                    lease_id=lease.lease_id or LeaseId(""),
                     incarnation=lease.source.incarnation,
-                ),
-                memory=staging.memory,
-                block_ids=staging.block_ids(len(part)),
-                timeout_s=deadline.left_s(),
-                cancel=threading.Event(),
-            )
-            staging.empty(into, num_placed, outcome.num_blocks)
-            num_placed += outcome.num_blocks
-            if outcome.error is not None:
-                _log.warning("a fetch ended after %d blocks: %s", num_placed, outcome.error)
-                break
-        return num_placed * self.block_tokens
+                    timeout_s=deadline.left_s(),
+                    cancel=threading.Event(),
+                )
+                (arrived,) = outcome.num_blocks_of_run
+                staging.empty(into, group, placed, arrived)
+                placed += arrived
+                if outcome.error is not None:
+                    _log.warning("a fetch ended after %d blocks: %s", placed, outcome.error)
+                    is_prefix = len(self.identity.groups) == 1 and group.kind == "full"
+                    return placed * self.block_tokens if is_prefix else 0
+        return num_blocks * self.block_tokens
 
     def _push(
         self,
@@ -218,21 +228,25 @@ class ModelCache:
 
             num_before = num_held = keep()
             try:
-                while num_held < len(hashes):
-                    part = hashes[num_held : num_held + staging.num_blocks]
-                    staging.fill(layers, num_held, len(part))
-                    self._transfer.store(
-                        target.address,
-                        make_store_ask(self.identity, part, staging.memory.geometry),
-                        memory=staging.memory,
-                        block_ids=staging.block_ids(len(part)),
-                        timeout_s=deadline.left_s(),
-                    )
-                    num_reached, num_held = num_held, keep()
-                    if num_held <= num_reached:
-                        raise TransferError(
-                            "stored blocks left their place at once", given=target.instance_id
+                for group_id, group in enumerate(self.identity.groups):
+                    first = group.first_needed_block(len(hashes), self.block_tokens)
+                    sent = max(first, num_before)
+                    while sent < len(hashes):
+                        part = hashes[sent : sent + staging.num_blocks]
+                        staging.fill(layers, group, sent, len(part))
+                        self._transfer.store(
+                            target.address,
+                            staging.run(GroupId(group_id), part),
+                            identity=self.identity,
+                            memory=staging.memory,
+                            timeout_s=deadline.left_s(),
                         )
+                        num_held = keep()
+                        sent = max(sent + len(part), num_held)
+                if num_held < len(hashes):
+                    raise TransferError(
+                        "stored blocks left their place at once", given=target.instance_id
+                    )
             except KvferryError as error:
                 if num_held == num_before:
                     raise

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from kvferry.proto.errors import BadInputError
-from kvferry.proto.identity import Identity
-from kvferry.proto.ids import BlockId
+from kvferry.proto.identity import GroupSpec, Identity
+from kvferry.proto.ids import BlockHash, BlockId, GroupId
 from kvferry.worker.device import open_device
-from kvferry.worker.kv_memory import KvMemory, torch_dtype
+from kvferry.worker.kv_memory import KvMemory, require_pages
+from kvferry.worker.pull import BlockRun
 
 MAX_STAGING_BYTES = 64 << 20
 
@@ -22,7 +23,7 @@ class Staging:
     """Room on the CPU for some blocks of one identity, at most `num_blocks` and about 64 MiB.
 
     Raises:
-        ConfigError: a KV dtype that cannot be moved.
+        ConfigError: a KV dtype or a kind of group that cannot be moved.
     """
 
     def __init__(self, identity: Identity, *, block_tokens: int, num_blocks: int) -> None:
@@ -30,38 +31,43 @@ class Staging:
         self.num_blocks = max(1, min(num_blocks, MAX_STAGING_BYTES // block_bytes))
         self._block_tokens = block_tokens
         # Block 0 is the null block here as everywhere.
-        self.memory = KvMemory.for_identity(
+        self.memory = KvMemory(
             open_device("cpu"), identity, num_blocks=self.num_blocks + 1, block_tokens=block_tokens
         )
 
-    def block_ids(self, num_blocks: int) -> list[BlockId]:
-        """Return the first `num_blocks` ids of the staging memory."""
-        return [BlockId(index) for index in range(1, num_blocks + 1)]
+    def run(self, group_id: GroupId, hashes: Sequence[BlockHash]) -> BlockRun:
+        """Return the first blocks of the staging memory, as a group's, with these hashes."""
+        block_ids = [BlockId(index) for index in range(1, len(hashes) + 1)]
+        return BlockRun(group_id=group_id, hashes=hashes, block_ids=block_ids)
 
     @torch.no_grad()
-    def fill(self, layers: Sequence[torch.Tensor], first_block: int, num_blocks: int) -> None:
-        """Copy blocks [first_block, first_block + num_blocks) of the engine's tensors in."""
-        for staged, layer in self._pairs(layers, first_block, num_blocks):
+    def fill(
+        self, layers: Sequence[torch.Tensor], group: GroupSpec, first_block: int, num_blocks: int
+    ) -> None:
+        """Copy blocks [first_block, first_block + num_blocks) of a group's layers in."""
+        for staged, layer in self._pairs(layers, group, first_block, num_blocks):
             staged.copy_(layer)
 
     @torch.no_grad()
-    def empty(self, into: Sequence[torch.Tensor], first_block: int, num_blocks: int) -> None:
-        """Copy the first staged blocks to the engine's tensors, from `first_block` on."""
-        for staged, layer in self._pairs(into, first_block, num_blocks):
+    def empty(
+        self, into: Sequence[torch.Tensor], group: GroupSpec, first_block: int, num_blocks: int
+    ) -> None:
+        """Copy the first staged blocks to a group's layers, from `first_block` on."""
+        for staged, layer in self._pairs(into, group, first_block, num_blocks):
             layer.copy_(staged)
 
     def _pairs(
-        self, layers: Sequence[torch.Tensor], first_block: int, num_blocks: int
+        self, layers: Sequence[torch.Tensor], group: GroupSpec, first_block: int, num_blocks: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         size = self._block_tokens
         start, end = first_block * size, (first_block + num_blocks) * size
         # Splitting one axis is a view of any tensor, however it lies in memory.
         return [
             (
-                staged[:, 1 : num_blocks + 1],
-                layer[:, start:end].view(2, num_blocks, size, *layer.shape[2:]),
+                self.memory.layers[index][:, 1 : num_blocks + 1],
+                layers[index][:, start:end].view(2, num_blocks, size, *layers[index].shape[2:]),
             )
-            for staged, layer in zip(self.memory.layers, layers, strict=True)
+            for index in group.layers
         ]
 
 
@@ -73,8 +79,9 @@ def require_layers(
     Raises:
         BadInputError: no sequence, another number of layers, or (naming the layer) another shape or
             dtype, or a tensor without bytes of its own; or (ConfigError) the identity's KV dtype
-            cannot be moved.
+            or a kind of its groups cannot be moved.
     """
+    dtype = require_pages(identity)
     if not isinstance(layers, Sequence):
         raise BadInputError(
             f"{who} must be a sequence of tensors",
@@ -99,7 +106,7 @@ def require_layers(
                 given=list(shape),
                 allowed=f"[2, at least {num_tokens}, {wanted[2]}, {wanted[3]}]",
             )
-        if layer.dtype != torch_dtype(identity.kv_dtype):
+        if layer.dtype != dtype:
             raise BadInputError(
                 f"{who}[{index}] has a wrong dtype",
                 given=str(layer.dtype).removeprefix("torch."),

@@ -1,24 +1,45 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvferry.proto.errors import BadInputError, ConfigError
-from kvferry.proto.ids import BlockId
+from kvferry.proto.identity import GroupSpec, Identity
+from kvferry.proto.ids import BlockId, GroupId
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.device import gpus_per_process, open_device
 from kvferry.worker.frames import Place
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.slot_mapping import slots
 
+IDENTITY = Identity(
+    model="tiny",
+    weight_version="1",
+    weight_dtype="float32",
+    kv_dtype="float32",
+    kv_scales="",
+    rope="",
+    num_layers=3,
+    num_kv_heads=2,
+    head_size=8,
+    groups=(GroupSpec(kind="full", layers=(0, 1, 2)),),
+)
+# Group 0 has layers 1 and 4; the two windowed groups have the others, group 2 one layer less.
+HYBRID = replace(
+    IDENTITY,
+    num_layers=5,
+    groups=(
+        GroupSpec(kind="full", layers=(1, 4)),
+        GroupSpec(kind="sliding_window", layers=(0, 3), window_tokens=8),
+        GroupSpec(kind="chunked_local", layers=(2,), chunk_tokens=8),
+    ),
+)
 
-def memory(dtype: str = "float32", /, **changed: int) -> KvMemory:
-    sizes = {
-        "num_blocks": 5,
-        "block_tokens": 4,
-        "num_layers": 3,
-        "num_kv_heads": 2,
-        "head_size": 8,
-    }
-    return KvMemory(open_device("cpu"), dtype=dtype, **{**sizes, **changed})
+
+def memory(
+    identity: Identity = IDENTITY, *, num_blocks: int = 5, block_tokens: int = 4
+) -> KvMemory:
+    return KvMemory(open_device("cpu"), identity, num_blocks=num_blocks, block_tokens=block_tokens)
 
 
 def fill(target: KvMemory, seed: int) -> None:
@@ -33,21 +54,22 @@ def fill(target: KvMemory, seed: int) -> None:
 def test_memory_is_zeroed_and_has_the_shape_and_sizes_of_its_dtype(
     dtype: str, page_bytes: int
 ) -> None:
-    kv = memory(dtype)
+    kv = memory(replace(IDENTITY, kv_dtype=dtype))
     assert [tuple(layer.shape) for layer in kv.layers] == [(2, 5, 4, 2, 8)] * 3
     assert all(not layer.any() for layer in kv.layers)
-    assert (kv.page_bytes, kv.geometry.block_bytes) == (page_bytes, 3 * page_bytes)
+    (group,) = kv.groups
+    assert (group.geometry.page_bytes, group.geometry.block_bytes) == (page_bytes, 3 * page_bytes)
     assert kv.layers[0].dtype == getattr(torch, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_gathered_bytes_are_layers_in_order_with_k_before_v(dtype: str) -> None:
-    kv = memory(dtype)
+    kv = memory(replace(IDENTITY, kv_dtype=dtype))
     fill(kv, 1)
     wanted = torch.stack([kv.layers[layer][:, 3] for layer in range(3)])
     assert wanted.shape == (3, 2, 4, 2, 8)
     expected = wanted.contiguous().view(torch.uint8).numpy().tobytes()
-    assert gather(kv, [Place(BlockId(3), 0, 3)]) == expected
+    assert gather(kv.groups[0], [Place(BlockId(3), 0, 3)]) == expected
 
 
 def test_scatter_puts_back_what_gather_took_and_touches_nothing_else() -> None:
@@ -55,8 +77,10 @@ def test_scatter_puts_back_what_gather_took_and_touches_nothing_else() -> None:
     fill(source, 1)
     fill(target, 2)
     untouched = [layer.clone() for layer in target.layers]
-    payload = gather(source, [Place(BlockId(4), 0, 3), Place(BlockId(1), 1, 2)])
-    scatter(target, [Place(BlockId(2), 0, 3), Place(BlockId(4), 1, 2)], memoryview(payload))
+    payload = gather(source.groups[0], [Place(BlockId(4), 0, 3), Place(BlockId(1), 1, 2)])
+    scatter(
+        target.groups[0], [Place(BlockId(2), 0, 3), Place(BlockId(4), 1, 2)], memoryview(payload)
+    )
     for layer, before in enumerate(untouched):
         expected = before.clone()
         expected[:, 2] = source.layers[layer][:, 4]
@@ -76,7 +100,7 @@ def test_a_slot_is_the_row_of_the_flattened_blocks() -> None:
 def test_a_payload_of_another_length_is_refused_before_anything_is_written() -> None:
     kv = memory()
     with pytest.raises(BadInputError, match="given: 511; allowed: 512 bytes"):
-        scatter(kv, [Place(BlockId(1), 0, 1)], bytes([1]) * 511)
+        scatter(kv.groups[0], [Place(BlockId(1), 0, 1)], bytes([1]) * 511)
     assert not kv.layers[0].any()
 
 
@@ -84,23 +108,65 @@ def test_a_payload_of_another_length_is_refused_before_anything_is_written() -> 
 def test_a_place_outside_the_memory_is_refused(place: tuple[int, int, int]) -> None:
     block_id, start, end = place
     with pytest.raises(BadInputError, match="allowed: blocks below 5, layers below 3"):
-        gather(memory(), [Place(BlockId(block_id), start, end)])
+        gather(memory().groups[0], [Place(BlockId(block_id), start, end)])
 
 
-@pytest.mark.parametrize("name", ["num_blocks", "block_tokens", "num_layers", "head_size"])
+@pytest.mark.parametrize("name", ["num_blocks", "block_tokens"])
 def test_a_size_that_is_not_positive_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be a positive integer; given: 0"):
-        memory(**{name: 0})
+        KvMemory(open_device("cpu"), IDENTITY, **{"num_blocks": 5, "block_tokens": 4, name: 0})
 
 
 def test_an_unknown_dtype_is_refused_with_those_that_work() -> None:
     with pytest.raises(ConfigError, match=r"given: int8; allowed:.*bfloat16.*float16.*float32"):
-        memory("int8")
+        memory(replace(IDENTITY, kv_dtype="int8"))
 
 
 def test_a_page_too_large_for_one_frame_is_refused_before_allocation() -> None:
     with pytest.raises(ConfigError, match="use smaller blocks"):
-        memory(head_size=1 << 20)
+        memory(replace(IDENTITY, head_size=1 << 20))
+
+
+def test_the_kth_layers_of_all_groups_share_one_allocation() -> None:
+    kv = memory(HYBRID)
+    assert len({layer.data_ptr() for layer in kv.layers}) == 2
+    assert [kv.layers[i].data_ptr() for i in (1, 0, 2)] == [kv.layers[1].data_ptr()] * 3
+    assert [kv.layers[i].data_ptr() for i in (4, 3)] == [kv.layers[4].data_ptr()] * 2
+    assert [group.geometry.num_layers for group in kv.groups] == [2, 2, 1]
+    assert {group.geometry.page_bytes for group in kv.groups} == {512}
+
+
+@pytest.mark.parametrize("group_id", [0, 1, 2])
+def test_a_groups_blocks_are_its_own_layers_in_order(group_id: int) -> None:
+    kv, other = memory(HYBRID), memory(HYBRID)
+    fill(kv, 1)
+    layers, group = HYBRID.groups[group_id].layers, kv.groups[group_id]
+    expected = torch.stack([kv.layers[layer][:, 3] for layer in layers])
+    payload = gather(group, [Place(BlockId(3), 0, len(layers))])
+    assert payload == expected.contiguous().view(torch.uint8).numpy().tobytes()
+    scatter(other.groups[group_id], [Place(BlockId(2), 0, len(layers))], payload)
+    for layer in layers:
+        assert torch.equal(other.layers[layer][:, 2], kv.layers[layer][:, 3])
+        assert not other.layers[layer][:, [0, 1, 3, 4]].any()
+
+
+@pytest.mark.parametrize("group_id", [-1, 3])
+def test_an_unknown_group_is_refused_with_those_there_are(group_id: int) -> None:
+    with pytest.raises(BadInputError, match=rf"given: {group_id}; allowed: \[0, 1, 2\]"):
+        memory(HYBRID).group(GroupId(group_id))
+
+
+def test_a_group_with_recurrent_states_is_refused_with_the_kinds_that_fit() -> None:
+    recurrent = GroupSpec(kind="mamba", layers=(2,), state_bytes=64)
+    identity = replace(IDENTITY, groups=(GroupSpec(kind="full", layers=(0, 1)), recurrent))
+    with pytest.raises(ConfigError, match=r"states of group 1; given: mamba; allowed: .* full, "):
+        memory(identity)
+
+
+def test_a_group_without_layers_is_refused() -> None:
+    empty = GroupSpec(kind="full", layers=())
+    with pytest.raises(ConfigError, match=r"must be positive.*num_layers=0"):
+        memory(replace(IDENTITY, groups=(*IDENTITY.groups, empty)))
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "CPU", ""])

@@ -18,7 +18,16 @@ from kvferry.proto.errors import (
     UnavailableError,
 )
 from kvferry.proto.identity import GroupSpec, Identity
-from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, LeaseId
+from kvferry.proto.ids import (
+    FIRST_GROUP,
+    BlockHash,
+    BlockId,
+    Epoch,
+    GroupId,
+    Incarnation,
+    InstanceId,
+    LeaseId,
+)
 from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved
 from kvferry.worker.actor import StoreConfig, WorkerActor
 from kvferry.worker.block_io import gather
@@ -50,7 +59,9 @@ class FakeReserver:
         self._block_ids = block_ids
         self.ended: list[tuple[LeaseId, int]] = []
 
-    def reserve(self, hashes: Sequence[BlockHash]) -> tuple[LeaseId, Sequence[BlockId | None]]:
+    def reserve(
+        self, group_id: GroupId, hashes: Sequence[BlockHash]
+    ) -> tuple[LeaseId, Sequence[BlockId | None]]:
         return LeaseId("r1"), [None if i is None else BlockId(i) for i in self._block_ids]
 
     def end(self, reservation_id: LeaseId, num_written: int) -> None:
@@ -58,16 +69,8 @@ class FakeReserver:
 
 
 def new_service(identity: Identity = IDENTITY) -> WorkerService:
-    memory = KvMemory(
-        open_device("cpu"),
-        num_blocks=5,
-        block_tokens=4,
-        num_layers=1,
-        num_kv_heads=1,
-        head_size=2,
-        dtype="float32",
-    )
-    return WorkerService(identity=identity, incarnation=Incarnation(1), memory=memory)
+    memory = KvMemory(open_device("cpu"), identity, num_blocks=5, block_tokens=4)
+    return WorkerService(incarnation=Incarnation(1), memory=memory)
 
 
 def content(index: int) -> bytes:
@@ -76,7 +79,7 @@ def content(index: int) -> bytes:
 
 def parts(service: WorkerService) -> list[StoreAsk | Frame]:
     """Return a header and one frame per block."""
-    geometry = service.memory.geometry
+    geometry = service.memory.groups[0].geometry
     frames = [
         make_frame(segments, content(segments[0].hash_index))
         for segments in plan_frames(len(HASHES), geometry, geometry.block_bytes)
@@ -85,7 +88,7 @@ def parts(service: WorkerService) -> list[StoreAsk | Frame]:
 
 
 def block(service: WorkerService, block_id: int) -> bytes:
-    return gather(service.memory, [Place(BlockId(block_id), 0, 1)])
+    return gather(service.memory.groups[0], [Place(BlockId(block_id), 0, 1)])
 
 
 def resident_blocks(service: WorkerService) -> int:
@@ -121,7 +124,7 @@ def test_a_block_that_is_here_already_is_counted_and_not_written() -> None:
 def test_what_a_reserved_block_held_before_is_forgotten() -> None:
     service = new_service()
     old = BlockHash(b"o" * 32)
-    service.written([(old, BlockId(4))])
+    service.written(FIRST_GROUP, [(old, BlockId(4))])
     service.reserver = FakeReserver([4, 2, 3])
     corrupt = parts(service)
     first = corrupt[1]
@@ -240,11 +243,6 @@ def test_other_block_sizes_are_refused_before_anything_is_reserved() -> None:
     assert reserver.ended == []
 
 
-def test_memory_that_is_not_the_identitys_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"given: \(1, 1, 2, 'float32'\); allowed: \(1, 1, 4"):
-        new_service(replace(IDENTITY, head_size=4))
-
-
 class FakeCoordinator:
     def __init__(self, answer: Callable[[Command], Reply]) -> None:
         self.commands: list[Command] = []
@@ -274,7 +272,7 @@ def new_reserver(coordinator: FakeCoordinator) -> CoordinatorReserver:
 def test_reservations_are_asked_of_the_coordinator_in_the_instances_life() -> None:
     coordinator = FakeCoordinator(reserving)
     reserver = new_reserver(coordinator)
-    assert reserver.reserve(HASHES) == ("r9", (1, 2, 3))
+    assert reserver.reserve(GroupId(2), HASHES) == ("r9", (1, 2, 3))
     reserver.end(LeaseId("r9"), 2)
     life = {"epoch": 3, "instance_id": "store-0", "incarnation": 7}
     reserve, end = coordinator.commands
@@ -282,7 +280,7 @@ def test_reservations_are_asked_of_the_coordinator_in_the_instances_life() -> No
     assert isinstance(end, EndReservation)
     for command in (reserve, end):
         assert {name: getattr(command, name) for name in life} == life
-    assert reserve.hashes == HASHES
+    assert (reserve.group_id, reserve.hashes) == (2, HASHES)
     assert (end.reservation_id, end.num_written) == ("r9", 2)
     assert reserve.call_id != end.call_id
 
@@ -330,7 +328,7 @@ def test_an_end_gives_up_after_its_attempts_and_at_once_when_refused(
 
 def test_a_reply_of_another_kind_is_a_broken_invariant() -> None:
     with pytest.raises(InvariantError, match="given: Done; allowed: Reserved"):
-        new_reserver(FakeCoordinator(lambda _: Done(changed=True))).reserve(HASHES)
+        new_reserver(FakeCoordinator(lambda _: Done(changed=True))).reserve(FIRST_GROUP, HASHES)
 
 
 def test_no_room_at_the_coordinator_reaches_the_client_and_ends_nothing() -> None:

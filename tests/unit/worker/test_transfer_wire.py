@@ -4,7 +4,7 @@ import pytest
 
 from kvferry.proto.errors import BadInputError, TransferError
 from kvferry.proto.identity import GroupSpec, Identity, identity_from_cbor
-from kvferry.proto.ids import BlockHash
+from kvferry.proto.ids import BlockHash, GroupId
 from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker.frames import Frame, Geometry, Header, Segment
 from kvferry.worker.transfer_wire import (
@@ -62,11 +62,11 @@ def test_a_header_survives_the_wire() -> None:
 @pytest.mark.parametrize("hashes", [HASHES, [BlockHash(b"x" * 16)], []])
 def test_asks_survive_the_wire(hashes: list[BlockHash]) -> None:
     fetch = make_fetch_ask(
-        IDENTITY, hashes, group_id=4, lease_id="l", incarnation=9, max_frame_bytes=77
+        IDENTITY, hashes, group_id=GroupId(4), lease_id="l", incarnation=9, max_frame_bytes=77
     )
     message = transfer_pb2.FetchRequest.FromString(fetch_ask_to_proto(fetch).SerializeToString())
     assert fetch_ask_from_proto(message) == fetch
-    store = make_store_ask(IDENTITY, hashes, GEOMETRY, group_id=4)
+    store = make_store_ask(IDENTITY, hashes, GEOMETRY, group_id=GroupId(4))
     encoded = encode_store_part(store)
     assert store_part_from_proto(transfer_pb2.StoreRequest.FromString(encoded)) == store
 

@@ -60,15 +60,13 @@ class WorkerActor:
         """
         if self._service is not None:
             raise ConfigError("this worker was started before", given=config.instance_id)
-        memory = KvMemory.for_identity(
+        memory = KvMemory(
             open_device(config.device),
             config.identity,
             num_blocks=config.num_blocks,
             block_tokens=config.block_tokens,
         )
-        service = WorkerService(
-            identity=config.identity, incarnation=config.incarnation, memory=memory
-        )
+        service = WorkerService(incarnation=config.incarnation, memory=memory)
         address = service.serve(bind=config.bind, port=config.port, insecure=config.insecure)
         self._config, self._service = config, service
         return StoreStarted(address=address, pid=os.getpid())

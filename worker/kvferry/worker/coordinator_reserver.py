@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvferry.proto.errors import KvferryError
-from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, LeaseId
+from kvferry.proto.ids import BlockHash, BlockId, Epoch, GroupId, Incarnation, InstanceId, LeaseId
 from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved, expect
 
 END_ATTEMPTS = 4
@@ -31,14 +31,17 @@ class CoordinatorReserver:
         # With the incarnation in front, no two calls of any life share an id.
         self._numbers = itertools.count(1)
 
-    def reserve(self, hashes: Sequence[BlockHash]) -> tuple[LeaseId, Sequence[BlockId | None]]:
-        """Return a reservation with one destination per hash, None where it is here already."""
+    def reserve(
+        self, group_id: GroupId, hashes: Sequence[BlockHash]
+    ) -> tuple[LeaseId, Sequence[BlockId | None]]:
+        """Return a reservation with a block of the group per hash, None where it is here."""
         command = Reserve(
             call_id=self._next_call_id(),
             epoch=self._epoch,
             instance_id=self._instance_id,
             incarnation=self._incarnation,
             hashes=tuple(hashes),
+            group_id=group_id,
         )
         reserved = expect(self._call(command), Reserved)
         return reserved.reservation_id, reserved.block_ids

@@ -1,12 +1,14 @@
-"""The KV tensors of one rank: one raw allocation per layer, viewed as blocks and as bytes."""
+"""The KV tensors of one rank: raw allocations that groups of layers share, viewed as blocks."""
 
-from typing import Self
+import math
+from dataclasses import dataclass
 
 import torch
 
-from kvferry.proto.errors import ConfigError
+from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.identity import Identity
-from kvferry.worker.device import Device
+from kvferry.proto.ids import GroupId
+from kvferry.worker.device import Device, DeviceBytes
 from kvferry.worker.frames import Geometry
 
 TORCH_DTYPES = {
@@ -27,85 +29,110 @@ def torch_dtype(name: str) -> torch.dtype:
     return TORCH_DTYPES[name]
 
 
+def require_pages(identity: Identity) -> torch.dtype:
+    """Return the dtype of the identity's KV memory; refuse layers that keep no keys and values.
+
+    Raises:
+        ConfigError: a group with a recurrent state, or a KV dtype that cannot be moved.
+    """
+    for group_id, group in enumerate(identity.groups):
+        if group.kind == "mamba":
+            raise ConfigError(
+                f"KV memory has no room for the recurrent states of group {group_id}",
+                given=group.kind,
+                allowed="groups with keys and values: full, sliding_window, chunked_local",
+            )
+    return torch_dtype(identity.kv_dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMemory:
+    """The memory as the blocks of one group of layers: what is read, written and sent.
+
+    `byte_layers[k]` is the memory of the group's k-th layer as the device's bytes, of shape
+    [2 (K, V), num_blocks, page_bytes / 2].
+    """
+
+    device: Device
+    num_blocks: int
+    geometry: Geometry
+    byte_layers: tuple[DeviceBytes, ...]
+
+
 class KvMemory:
     """KV memory of `num_blocks` blocks (the null block 0 included) on one device.
 
+    There are as many raw allocations as the largest group has layers; allocation k is shared by the
+    k-th layer of every group. A block id is a block of one group at a time, so nothing overlaps.
+
     `layers[i]` is layer i's tensor of shape
     [2 (K, V), num_blocks, block_tokens, num_kv_heads, head_size]; slot s of the slot mapping is
-    token `s % block_tokens` of block `s // block_tokens`. `byte_layers[i]` is the same memory as
-    the device's bytes, of shape [2, num_blocks, page_bytes / 2].
+    token `s % block_tokens` of block `s // block_tokens`. `groups[g]` is the same memory as the
+    blocks of group g.
+
+    Args:
+        device: where the memory lies.
+        identity: what the blocks hold: layers, groups, heads, dtype.
+        num_blocks: number of block ids, shared by all groups.
+        block_tokens: tokens of a block, of every group.
 
     Raises:
         ConfigError: a size that is not a positive integer, an unknown dtype, a page too large to
-            be sent.
+            be sent, a group without layers or of a kind that keeps no keys and values.
     """
 
     def __init__(
-        self,
-        device: Device,
-        *,
-        num_blocks: int,
-        block_tokens: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_size: int,
-        dtype: str,
+        self, device: Device, identity: Identity, *, num_blocks: int, block_tokens: int
     ) -> None:
-        sizes = {
-            "num_blocks": num_blocks,
-            "block_tokens": block_tokens,
-            "num_layers": num_layers,
-            "num_kv_heads": num_kv_heads,
-            "head_size": head_size,
-        }
-        for name, size in sizes.items():
+        for name, size in (("num_blocks", num_blocks), ("block_tokens", block_tokens)):
             if type(size) is not int or size < 1:
                 raise ConfigError(f"{name} must be a positive integer", given=size, allowed=">= 1")
-        kv_dtype = torch_dtype(dtype)
-        self.device = device
+        kv_dtype = require_pages(identity)
+        self.identity = identity
         self.num_blocks = num_blocks
-        self.num_kv_heads = num_kv_heads
-        self.head_size = head_size
-        self.dtype = dtype
-        half_page_bytes = block_tokens * num_kv_heads * head_size * kv_dtype.itemsize
-        self.geometry = Geometry(
-            num_layers=num_layers, page_bytes=2 * half_page_bytes, block_tokens=block_tokens
-        )
-        raw_layers = [
+        block_shape = (block_tokens, identity.num_kv_heads, identity.head_size)
+        half_page_bytes = math.prod(block_shape) * kv_dtype.itemsize
+        geometries = [
+            Geometry(
+                num_layers=len(group.layers),
+                page_bytes=2 * half_page_bytes,
+                block_tokens=block_tokens,
+            )
+            for group in identity.groups
+        ]
+        tensors = [
             device.allocate(2 * num_blocks * half_page_bytes).view(2, num_blocks, half_page_bytes)
-            for _ in range(num_layers)
+            for _ in range(max(geometry.num_layers for geometry in geometries))
         ]
+        tensor_of_layer = {
+            layer: tensor
+            for group in identity.groups
+            for layer, tensor in zip(group.layers, tensors, strict=False)
+        }
         self.layers = [
-            raw.view(kv_dtype).view(2, num_blocks, block_tokens, num_kv_heads, head_size)
-            for raw in raw_layers
+            tensor_of_layer[layer].view(kv_dtype).view(2, num_blocks, *block_shape)
+            for layer in range(identity.num_layers)
         ]
-        self.byte_layers = [device.as_bytes(raw) for raw in raw_layers]
+        self.groups = tuple(
+            GroupMemory(
+                device=device,
+                num_blocks=num_blocks,
+                geometry=geometry,
+                byte_layers=tuple(map(device.as_bytes, tensors[: geometry.num_layers])),
+            )
+            for geometry in geometries
+        )
 
-    @classmethod
-    def for_identity(
-        cls, device: Device, identity: Identity, *, num_blocks: int, block_tokens: int
-    ) -> Self:
-        """Return memory for blocks of what the identity describes.
+    def group(self, group_id: GroupId) -> GroupMemory:
+        """Return the memory as the blocks of one group.
 
         Raises:
-            ConfigError: as the constructor.
+            BadInputError: no such group, naming those there are.
         """
-        return cls(
-            device,
-            num_blocks=num_blocks,
-            block_tokens=block_tokens,
-            num_layers=identity.num_layers,
-            num_kv_heads=identity.num_kv_heads,
-            head_size=identity.head_size,
-            dtype=identity.kv_dtype,
-        )
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return self.geometry.num_layers
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one block in one layer, K and V together."""
-        return self.geometry.page_bytes
+        if not 0 <= group_id < len(self.groups):
+            raise BadInputError(
+                "no such group of layers here",
+                given=group_id,
+                allowed=list(range(len(self.groups))),
+            )
+        return self.groups[group_id]

@@ -13,12 +13,12 @@ from kvferry.proto.errors import (
     MismatchError,
     StaleError,
 )
-from kvferry.proto.identity import Identity, identity_from_cbor, require_equal_identities
+from kvferry.proto.identity import identity_from_cbor, require_equal_identities
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, Incarnation, LeaseId, pack_group
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.frames import DEFAULT_FRAME_BYTES, Frame, Header, plan_frames
 from kvferry.worker.kv_memory import KvMemory
-from kvferry.worker.pull import PullOutcome
+from kvferry.worker.pull import BlockRun, PullOutcome
 from kvferry.worker.residency import Residency
 from kvferry.worker.source import find_prefix, read_frames
 from kvferry.worker.stats import StatsCounter, WorkerStats
@@ -30,57 +30,43 @@ from kvferry.worker.transfer_wire import (
     FetchAsk,
     StoreAsk,
     WorkerDescription,
-    make_fetch_ask,
 )
-
-ONLY_GROUP = GroupId(0)
-"""Instances with several groups of layers come later."""
 
 
 class WorkerService:
     """Thread-safe. Whoever writes into the memory keeps this order.
 
     Before a block is written into: `reused`. After it is completely written: `written`. Only then
-    may the coordinator be told.
+    may the coordinator be told. A block is of one group at a time: `written` says of which,
+    `reused` ends it for whichever it was.
 
     Args:
-        identity: what the cached bytes depend on; must describe the memory.
         incarnation: this life of the process.
-        memory: the KV tensors.
-        group_id: the group whose blocks the memory holds.
-
-    Raises:
-        ConfigError: the memory's sizes or dtype are not the identity's.
+        memory: the KV tensors, and the identity of what they hold.
     """
 
-    def __init__(
-        self,
-        *,
-        identity: Identity,
-        incarnation: Incarnation,
-        memory: KvMemory,
-        group_id: GroupId = ONLY_GROUP,
-    ) -> None:
-        _require_matching_memory(identity, memory)
-        self.identity = identity
+    def __init__(self, *, incarnation: Incarnation, memory: KvMemory) -> None:
+        self.identity = memory.identity
         self.incarnation = incarnation
         self.memory = memory
-        self.group_id = group_id
         self.residency = Residency()
         self.reserver: Reserver | None = None
-        self._identity_digest = identity.digest()
+        self._identity_digest = self.identity.digest()
         self._stats = StatsCounter()
         self._client = TransferClient()
         self._server: TransferServer | None = None
 
-    def written(self, pairs: Iterable[tuple[BlockHash, BlockId]]) -> None:
-        """Say that each block is completely written and holds its hash's content.
+    def written(self, group_id: GroupId, pairs: Iterable[tuple[BlockHash, BlockId]]) -> None:
+        """Say that each block is completely written and holds its hash's content in the group.
 
         Raises:
-            InvariantError: a block that still holds another hash, or the null block.
+            InvariantError: a block that still holds another hash, or one of another group, or the
+                null block.
+            BadInputError: no such group, naming those there are.
         """
+        self.memory.group(group_id)
         self.residency.mark_written(
-            (pack_group(block_hash, self.group_id), block_id) for block_hash, block_id in pairs
+            (pack_group(block_hash, group_id), block_id) for block_hash, block_id in pairs
         )
 
     def reused(self, block_ids: Iterable[BlockId]) -> None:
@@ -107,40 +93,36 @@ class WorkerService:
         source_address: str,
         source_incarnation: Incarnation,
         lease_id: LeaseId,
-        hashes: Sequence[BlockHash],
-        block_ids: Sequence[BlockId],
+        runs: Sequence[BlockRun],
         timeout_s: float,
         cancel: threading.Event,
     ) -> PullOutcome:
-        """Fetch blocks from a peer into `block_ids`, one per hash; blocks until it has ended.
+        """Fetch runs of blocks from a peer, one after the other; blocks until it has ended.
 
-        When it returns, nothing writes into the blocks any more and the verified prefix is
-        resident. Never raises for a peer's failure: the outcome says what arrived and why no more.
+        When it returns, nothing writes into the blocks any more and the verified prefix of every
+        run is resident. Never raises for a peer's failure: the outcome says what arrived and why no
+        more. A run that fails ends the pull: nothing of those after it arrives.
 
         Raises:
-            BadInputError: destinations that do not fit the hashes or the memory.
+            BadInputError: destinations that do not fit the hashes or the memory, or no such group.
         """
-        ask = make_fetch_ask(
-            self.identity,
-            hashes,
-            group_id=self.group_id,
-            lease_id=lease_id,
-            incarnation=source_incarnation,
-        )
-        self.reused(block_ids)
+        self.reused(block_id for run in runs for block_id in run.block_ids)
         outcome = self._client.pull(
             source_address,
-            ask,
+            runs,
+            identity=self.identity,
             memory=self.memory,
-            block_ids=block_ids,
+            lease_id=lease_id,
+            incarnation=source_incarnation,
             timeout_s=timeout_s,
             cancel=cancel,
         )
-        arrived = outcome.num_blocks
-        self.written(zip(hashes[:arrived], block_ids[:arrived], strict=True))
+        for run, arrived in zip(runs, outcome.num_blocks_of_run, strict=True):
+            pairs = zip(run.hashes[:arrived], run.block_ids[:arrived], strict=True)
+            self.written(run.group_id, pairs)
         self._stats.add(
             num_pulls=1,
-            num_blocks_pulled=arrived,
+            num_blocks_pulled=sum(outcome.num_blocks_of_run),
             num_bytes_pulled=outcome.num_bytes,
             num_checksum_failures=outcome.num_checksum_failures,
         )
@@ -153,8 +135,10 @@ class WorkerService:
         return WorkerDescription(
             incarnation=self.incarnation,
             identity=self.identity,
-            group_id=self.group_id,
-            geometry=self.memory.geometry,
+            geometry_of_group={
+                GroupId(group_id): group.geometry
+                for group_id, group in enumerate(self.memory.groups)
+            },
             num_resident_blocks=self.residency.num_blocks(),
             pid=os.getpid(),
         )
@@ -166,7 +150,7 @@ class WorkerService:
             IdentityMismatchError: another identity.
             StaleError: meant for another life of this worker.
             NotFoundError: a block left its place while it was read.
-            BadInputError: an unknown group, or a frame size out of range.
+            BadInputError: no such group, or a frame size out of range.
         """
         try:
             self._require_same(ask)
@@ -176,13 +160,14 @@ class WorkerService:
                     given=ask.incarnation,
                     allowed=self.incarnation,
                 )
-            residents = find_prefix(self.residency, ask.hashes, self.group_id)
+            group = self.memory.group(ask.group_id)
+            residents = find_prefix(self.residency, ask.hashes, ask.group_id)
             plan = plan_frames(
-                len(residents), self.memory.geometry, ask.max_frame_bytes or DEFAULT_FRAME_BYTES
+                len(residents), group.geometry, ask.max_frame_bytes or DEFAULT_FRAME_BYTES
             )
             frames = read_frames(
                 plan,
-                read=partial(gather, self.memory),
+                read=partial(gather, group),
                 residency=self.residency,
                 hashes=ask.hashes,
                 residents=residents,
@@ -191,7 +176,7 @@ class WorkerService:
             yield Header(
                 incarnation=self.incarnation,
                 num_found=len(residents),
-                geometry=self.memory.geometry,
+                geometry=group.geometry,
             )
             for frame in frames:
                 self._stats.add(num_bytes_served=len(frame.payload))
@@ -206,11 +191,11 @@ class WorkerService:
         Raises:
             MismatchError: this worker takes no stores.
             IdentityMismatchError: another identity.
-            BadInputError: the first part is no header, or an unknown group.
+            BadInputError: the first part is no header, or no such group.
             TransferError: a frame that is corrupt, out of place or missing.
             KvferryError: the owner of the blocks refused.
         """
-        session = PullSession(0, self.memory.geometry)
+        session: PullSession | None = None
         try:
             if self.reserver is None:
                 raise MismatchError("this worker takes no stores", allowed="a store instance")
@@ -218,12 +203,13 @@ class WorkerService:
             if not isinstance(ask, StoreAsk):
                 raise BadInputError("a store must begin with a header", given=type(ask).__name__)
             self._require_same(ask)
-            session = PullSession(len(ask.hashes), self.memory.geometry)
+            group = self.memory.group(ask.group_id)
+            session = PullSession(len(ask.hashes), group.geometry)
             return accept_blocks(
                 ask,
                 parts,
                 session,
-                write=partial(scatter, self.memory),
+                write=partial(scatter, group),
                 residency=self.residency,
                 reserver=self.reserver,
             )
@@ -233,8 +219,8 @@ class WorkerService:
         finally:
             self._stats.add(
                 num_stores=1,
-                num_bytes_stored=session.num_bytes,
-                num_checksum_failures=session.num_checksum_failures,
+                num_bytes_stored=session.num_bytes if session else 0,
+                num_checksum_failures=session.num_checksum_failures if session else 0,
             )
 
     def stats(self) -> WorkerStats:
@@ -258,25 +244,3 @@ class WorkerService:
                 given=ask.identity_digest.hex(),
                 allowed=self._identity_digest.hex(),
             )
-        if ask.group_id != self.group_id:
-            raise BadInputError(
-                "this worker holds no blocks of the group",
-                given=ask.group_id,
-                allowed=self.group_id,
-            )
-
-
-def _require_matching_memory(identity: Identity, memory: KvMemory) -> None:
-    described = (
-        identity.num_layers,
-        identity.num_kv_heads,
-        identity.head_size,
-        identity.kv_dtype,
-    )
-    built = (memory.num_layers, memory.num_kv_heads, memory.head_size, memory.dtype)
-    if described != built:
-        raise ConfigError(
-            "the KV memory is not the identity's (layers, KV heads, head size, KV dtype)",
-            given=built,
-            allowed=described,
-        )

@@ -21,8 +21,10 @@ Write = Callable[[Sequence[Place], memoryview], None]
 class Reserver(Protocol):
     """Whoever owns this worker's blocks."""
 
-    def reserve(self, hashes: Sequence[BlockHash]) -> tuple[LeaseId, Sequence[BlockId | None]]:
-        """Return a reservation with one destination block per hash, None where it is here already.
+    def reserve(
+        self, group_id: GroupId, hashes: Sequence[BlockHash]
+    ) -> tuple[LeaseId, Sequence[BlockId | None]]:
+        """Return a reservation with one block of the group per hash, None where it is here already.
 
         Raises:
             KvferryError: there is no room, or the owner does not answer.
@@ -56,7 +58,7 @@ def accept_blocks(
         KvferryError: what the reserver raised.
     """
     session.open(Header(incarnation=0, num_found=len(ask.hashes), geometry=ask.geometry))
-    reservation_id, block_ids = reserver.reserve(ask.hashes)
+    reservation_id, block_ids = reserver.reserve(ask.group_id, ask.hashes)
 
     def place(frame: Frame) -> None:
         payload = memoryview(frame.payload)
@@ -69,7 +71,7 @@ def accept_blocks(
     def settle() -> int:
         num_stored = session.num_complete
         residency.mark_written(
-            (pack_group(block_hash, GroupId(ask.group_id)), block_id)
+            (pack_group(block_hash, ask.group_id), block_id)
             for block_hash, block_id in zip(
                 ask.hashes[:num_stored], block_ids[:num_stored], strict=True
             )

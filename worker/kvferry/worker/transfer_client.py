@@ -1,6 +1,7 @@
 """Calls to other workers: describe, pull, store. One channel per peer, kept."""
 
 import threading
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 
@@ -9,23 +10,25 @@ import grpc
 from kvferry.proto.errors import DeadlineError, KvferryError, NotFoundError, UnavailableError
 from kvferry.proto.grpc_options import CHANNEL_OPTIONS
 from kvferry.proto.grpc_status import MAX_CALL_S
-from kvferry.proto.ids import BlockId
+from kvferry.proto.identity import Identity
+from kvferry.proto.ids import Incarnation, LeaseId
 from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.frames import Frame, Header, places_of, plan_frames
 from kvferry.worker.grpc_errors import error_of_call
 from kvferry.worker.kv_memory import KvMemory
-from kvferry.worker.pull import PullOutcome, receive, require_destinations
+from kvferry.worker.pull import BlockRun, PullOutcome, receive, require_destinations
 from kvferry.worker.source import make_frame
 from kvferry.worker.stall_watch import StallWatch
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import (
     FetchAsk,
-    StoreAsk,
     WorkerDescription,
     description_from_proto,
     encode_store_part,
     fetch_ask_to_proto,
+    make_fetch_ask,
+    make_store_ask,
     reply_from_proto,
 )
 
@@ -69,68 +72,89 @@ class TransferClient:
     def pull(
         self,
         address: str,
-        ask: FetchAsk,
+        runs: Sequence[BlockRun],
         *,
+        identity: Identity,
         memory: KvMemory,
-        block_ids: Sequence[BlockId],
+        lease_id: LeaseId,
+        incarnation: Incarnation,
         timeout_s: float,
         cancel: threading.Event,
     ) -> PullOutcome:
-        """Fetch the asked blocks into `block_ids`, one each, verifying every frame before it lands.
+        """Fetch runs of blocks one after the other, verifying every frame before it lands.
 
         All writing happens in the calling thread, so the writer is closed when this returns. A
-        peer's failure or silence, a cancel or the deadline ends the pull early and is told in the
-        outcome. A deadline beyond `MAX_CALL_S`, here and below, counts as that.
+        peer's failure or silence, a cancel, the deadline, or a run that the peer holds only the
+        beginning of ends the pull early and is told in the outcome; runs before that one are whole.
+        For a run without hashes nobody is called. A deadline beyond `MAX_CALL_S`, here and below,
+        counts as that.
 
         Raises:
-            BadInputError: destinations that do not fit the ask or the memory.
+            BadInputError: destinations that do not fit the hashes or the memory, or a group that
+                the memory does not have.
         """
-        require_destinations(len(ask.hashes), block_ids, memory.num_blocks)
-        session = PullSession(len(ask.hashes), memory.geometry)
-
-        def place(frame: Frame) -> None:
-            scatter(memory, places_of(frame.segments, block_ids), frame.payload)
-
+        require_destinations(runs, memory.num_blocks)
+        sessions = [
+            PullSession(len(run.hashes), memory.group(run.group_id).geometry) for run in runs
+        ]
+        end_s = time.monotonic() + timeout_s
+        error: str | None = None
+        error_type: str | None = None
         try:
-            if timeout_s <= 0:
-                raise DeadlineError("the deadline of a pull has passed", given=timeout_s)
-            with closing(self._messages(address, ask, timeout_s, cancel)) as messages:
-                receive(messages, session, place)
-            if session.num_found < session.num_asked:
-                raise NotFoundError(
-                    f"{address} holds only the first blocks",
-                    given=session.num_found,
-                    allowed=session.num_asked,
+            for run, session in zip(runs, sessions, strict=True):
+                if not run.hashes:
+                    continue
+                ask = make_fetch_ask(
+                    identity,
+                    run.hashes,
+                    group_id=run.group_id,
+                    lease_id=lease_id,
+                    incarnation=incarnation,
                 )
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    raise DeadlineError("the deadline of a pull has passed", given=timeout_s)
+                with closing(self._messages(address, ask, left_s, cancel)) as messages:
+                    _receive_run(messages, session, memory, run, address)
         except _CancelledError:
-            return _ended(session, error="the pull was cancelled", error_type="Cancelled")
-        except KvferryError as error:
-            return _ended(session, error=str(error), error_type=type(error).__name__)
-        return _ended(session)
+            error, error_type = "the pull was cancelled", "Cancelled"
+        except KvferryError as failure:
+            error, error_type = str(failure), type(failure).__name__
+        return PullOutcome(
+            num_blocks_of_run=tuple(session.num_complete for session in sessions),
+            num_bytes=sum(session.num_bytes for session in sessions),
+            num_checksum_failures=sum(session.num_checksum_failures for session in sessions),
+            error=error,
+            error_type=error_type,
+        )
 
     def store(
         self,
         address: str,
-        ask: StoreAsk,
+        run: BlockRun,
         *,
+        identity: Identity,
         memory: KvMemory,
-        block_ids: Sequence[BlockId],
         timeout_s: float,
     ) -> int:
-        """Send the announced blocks from `block_ids`, one each; return how many are held there now.
+        """Send a run of blocks; return how many are held there now.
 
-        The count is the length of a prefix of `ask.hashes`.
+        The count is the length of a prefix of the run's hashes.
 
         Raises:
-            BadInputError: blocks that do not fit the ask or the memory.
+            BadInputError: blocks that do not fit the hashes or the memory, or a group that the
+                memory does not have.
             KvferryError: the peer's refusal, or UnavailableError, or DeadlineError.
         """
-        require_destinations(len(ask.hashes), block_ids, memory.num_blocks)
+        require_destinations([run], memory.num_blocks)
+        group = memory.group(run.group_id)
 
         def parts() -> Iterator[bytes]:
-            yield encode_store_part(ask)
-            for segments in plan_frames(len(block_ids), memory.geometry):
-                payload = gather(memory, places_of(segments, block_ids))
+            yield encode_store_part(
+                make_store_ask(identity, run.hashes, group.geometry, group_id=run.group_id)
+            )
+            for segments in plan_frames(len(run.hashes), group.geometry):
+                payload = gather(group, places_of(segments, run.block_ids))
                 yield encode_store_part(make_frame(segments, payload))
 
         with self._channel(address) as channel:
@@ -203,13 +227,23 @@ class TransferClient:
                 del self._channels[address]
 
 
-def _ended(
-    session: PullSession, *, error: str | None = None, error_type: str | None = None
-) -> PullOutcome:
-    return PullOutcome(
-        num_blocks=session.num_complete,
-        num_bytes=session.num_bytes,
-        num_checksum_failures=session.num_checksum_failures,
-        error=error,
-        error_type=error_type,
-    )
+def _receive_run(
+    messages: Iterator[Header | Frame],
+    session: PullSession,
+    memory: KvMemory,
+    run: BlockRun,
+    address: str,
+) -> None:
+    """Put one run's frames into its blocks; raise NotFoundError if the peer lacks some of it."""
+    group = memory.group(run.group_id)
+
+    def place(frame: Frame) -> None:
+        scatter(group, places_of(frame.segments, run.block_ids), frame.payload)
+
+    receive(messages, session, place)
+    if session.num_found < session.num_asked:
+        raise NotFoundError(
+            f"{address} holds only the first blocks of group {run.group_id}",
+            given=session.num_found,
+            allowed=session.num_asked,
+        )

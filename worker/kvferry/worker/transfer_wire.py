@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvferry.proto.errors import TransferError
 from kvferry.proto.identity import Identity, identity_from_cbor, identity_to_cbor
-from kvferry.proto.ids import BlockHash, join_hashes, split_hashes
+from kvferry.proto.ids import FIRST_GROUP, BlockHash, GroupId, join_hashes, split_hashes
 from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker.frames import Frame, Geometry, Header, Segment
 
@@ -20,7 +20,7 @@ class FetchAsk:
 
     identity_digest: bytes
     identity_cbor: bytes
-    group_id: int
+    group_id: GroupId
     hashes: tuple[BlockHash, ...]
     lease_id: str = ""
     incarnation: int = 0
@@ -33,19 +33,18 @@ class StoreAsk:
 
     identity_digest: bytes
     identity_cbor: bytes
-    group_id: int
+    group_id: GroupId
     hashes: tuple[BlockHash, ...]
     geometry: Geometry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDescription:
-    """One worker as it describes itself."""
+    """One worker as it describes itself; `geometry_of_group` has every group it serves."""
 
     incarnation: int
     identity: Identity
-    group_id: int
-    geometry: Geometry
+    geometry_of_group: dict[GroupId, Geometry]
     num_resident_blocks: int
     pid: int
 
@@ -54,7 +53,7 @@ def make_fetch_ask(
     identity: Identity,
     hashes: Sequence[BlockHash],
     *,
-    group_id: int = 0,
+    group_id: GroupId = FIRST_GROUP,
     lease_id: str = "",
     incarnation: int = 0,
     max_frame_bytes: int = 0,
@@ -72,7 +71,11 @@ def make_fetch_ask(
 
 
 def make_store_ask(
-    identity: Identity, hashes: Sequence[BlockHash], geometry: Geometry, *, group_id: int = 0
+    identity: Identity,
+    hashes: Sequence[BlockHash],
+    geometry: Geometry,
+    *,
+    group_id: GroupId = FIRST_GROUP,
 ) -> StoreAsk:
     """Return the announcement of the blocks of `hashes` under `identity`."""
     return StoreAsk(
@@ -112,7 +115,7 @@ def fetch_ask_from_proto(message: transfer_pb2.FetchRequest) -> FetchAsk:
     return FetchAsk(
         identity_digest=message.identity_digest,
         identity_cbor=message.identity_cbor,
-        group_id=message.group_id,
+        group_id=GroupId(message.group_id),
         hashes=split_hashes(message.hashes, message.hash_bytes),
         lease_id=message.lease_id,
         incarnation=message.incarnation,
@@ -183,7 +186,7 @@ def store_part_from_proto(message: transfer_pb2.StoreRequest) -> StoreAsk | Fram
         return StoreAsk(
             identity_digest=header.identity_digest,
             identity_cbor=header.identity_cbor,
-            group_id=header.group_id,
+            group_id=GroupId(header.group_id),
             hashes=split_hashes(header.hashes, header.hash_bytes),
             geometry=_geometry_from_proto(header.geometry),
         )
@@ -195,11 +198,11 @@ def description_to_proto(description: WorkerDescription) -> transfer_pb2.Describ
     reply = transfer_pb2.DescribeReply(
         incarnation=description.incarnation,
         identity_cbor=identity_to_cbor(description.identity),
-        group_id=description.group_id,
         num_resident_blocks=description.num_resident_blocks,
         pid=description.pid,
     )
-    _fill_geometry(reply.geometry, description.geometry)
+    for group_id, geometry in description.geometry_of_group.items():
+        _fill_geometry(reply.groups.add(group_id=group_id).geometry, geometry)
     return reply
 
 
@@ -212,8 +215,10 @@ def description_from_proto(message: transfer_pb2.DescribeReply) -> WorkerDescrip
     return WorkerDescription(
         incarnation=message.incarnation,
         identity=identity_from_cbor(message.identity_cbor),
-        group_id=message.group_id,
-        geometry=_geometry_from_proto(message.geometry),
+        geometry_of_group={
+            GroupId(group.group_id): _geometry_from_proto(group.geometry)
+            for group in message.groups
+        },
         num_resident_blocks=message.num_resident_blocks,
         pid=message.pid,
     )

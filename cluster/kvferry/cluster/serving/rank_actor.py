@@ -105,14 +105,14 @@ class RankActor:
         loaded = load_model(settings.model, dtype=settings.dtype)
         device = open_device(settings.device)
         torch.nn.Module.to(loaded.model, device.name)
-        memory = KvMemory.for_identity(
+        memory = KvMemory(
             device,
             loaded.identity,
             num_blocks=settings.num_blocks,
             block_tokens=settings.block_tokens,
         )
         incarnation = Incarnation(time.time_ns())
-        worker = WorkerService(identity=loaded.identity, incarnation=incarnation, memory=memory)
+        worker = WorkerService(incarnation=incarnation, memory=memory)
         self._worker = worker
         info = InstanceInfo(
             instance_id=settings.instance_id,

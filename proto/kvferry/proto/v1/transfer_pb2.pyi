@@ -3,7 +3,7 @@
 isort:skip_file
 Moving cached blocks between two workers, by hash.
 
-Canonical bytes of a block: for each layer in order, K then V of that layer, i.e.
+Canonical bytes of a block: for each layer of its group in order, K then V of that layer, i.e.
 [num_layers, 2, block_tokens, num_kv_heads, head_size], contiguous, little-endian. The bytes of
 one layer (K and V together) are a page.
 
@@ -46,36 +46,57 @@ class DescribeReply(google.protobuf.message.Message):
 
     INCARNATION_FIELD_NUMBER: builtins.int
     IDENTITY_CBOR_FIELD_NUMBER: builtins.int
-    GROUP_ID_FIELD_NUMBER: builtins.int
-    GEOMETRY_FIELD_NUMBER: builtins.int
     NUM_RESIDENT_BLOCKS_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     """One life of the worker's process; larger is later."""
     identity_cbor: builtins.bytes
     """The identity as canonical CBOR."""
-    group_id: builtins.int
-    """The group whose blocks are served here."""
     num_resident_blocks: builtins.int
     """Blocks that hold a hash now."""
     pid: builtins.int
     """Process id on the worker's host."""
     @property
-    def geometry(self) -> Global___Geometry: ...
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupInfo]:
+        """The groups whose blocks are served here, each once."""
+
     def __init__(
         self,
         *,
         incarnation: builtins.int = ...,
         identity_cbor: builtins.bytes = ...,
-        group_id: builtins.int = ...,
-        geometry: Global___Geometry | None = ...,
         num_resident_blocks: builtins.int = ...,
         pid: builtins.int = ...,
+        groups: collections.abc.Iterable[Global___GroupInfo] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["geometry", b"geometry"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["geometry", b"geometry", "group_id", b"group_id", "identity_cbor", b"identity_cbor", "incarnation", b"incarnation", "num_resident_blocks", b"num_resident_blocks", "pid", b"pid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "identity_cbor", b"identity_cbor", "incarnation", b"incarnation", "num_resident_blocks", b"num_resident_blocks", "pid", b"pid"]) -> None: ...
 
 Global___DescribeReply: typing_extensions.TypeAlias = DescribeReply
+
+@typing.final
+class GroupInfo(google.protobuf.message.Message):
+    """Layers that share one kind of attention: their place in the identity's groups, from 0, and how
+    their blocks are cut. A block is of one group, and `num_layers` counts the layers of that group.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: builtins.int
+    GEOMETRY_FIELD_NUMBER: builtins.int
+    group_id: builtins.int
+    @property
+    def geometry(self) -> Global___Geometry: ...
+    def __init__(
+        self,
+        *,
+        group_id: builtins.int = ...,
+        geometry: Global___Geometry | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["geometry", b"geometry"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["geometry", b"geometry", "group_id", b"group_id"]) -> None: ...
+
+Global___GroupInfo: typing_extensions.TypeAlias = GroupInfo
 
 @typing.final
 class Geometry(google.protobuf.message.Message):

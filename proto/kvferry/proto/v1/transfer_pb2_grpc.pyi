@@ -3,7 +3,7 @@
 isort:skip_file
 Moving cached blocks between two workers, by hash.
 
-Canonical bytes of a block: for each layer in order, K then V of that layer, i.e.
+Canonical bytes of a block: for each layer of its group in order, K then V of that layer, i.e.
 [num_layers, 2, block_tokens, num_kv_heads, head_size], contiguous, little-endian. The bytes of
 one layer (K and V together) are a page.
 
