@@ -27,19 +27,7 @@ class PrefixRule(NamedTuple):
 
         It never falls as `num_blocks` grows.
         """
-        end = num_blocks * self.block_tokens
-        match self.spec.kind:
-            case "sliding_window":
-                skipped = max(end - (self.spec.window_tokens or 1) + 1, 0) // self.block_tokens
-                # A window of one token needs no block, but a hit ends with a cached one.
-                return min(skipped, num_blocks - 1)
-            case "chunked_local":
-                chunk = self.spec.chunk_tokens or 1
-                return end // chunk * chunk // self.block_tokens
-            case "mamba":
-                return num_blocks - 1
-            case _:
-                return 0
+        return self.spec.first_needed_block(num_blocks, self.block_tokens)
 
 
 def rules_of(identity: Identity, block_tokens: int) -> tuple[PrefixRule, ...]:
