@@ -1,6 +1,7 @@
 """A service inside this process: real coordinator, real ranks with a model, real gRPC, no Ray."""
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -109,6 +110,13 @@ class Service:
         self.engines[name] = InProcessEngine(actor)
         return info
 
+    def stop_transfers(self, name: str) -> None:
+        """Let an instance's transfer server go; everything else of it lives on."""
+        (actor,) = [a for a in self.actors if a._settings.instance_id == name]
+        assert actor._worker is not None
+        assert actor._worker._server is not None
+        actor._worker._server.stop()
+
     def router(self, **settings: object) -> Router:
         first = next(iter(self.infos.values()))
         return Router(
@@ -133,18 +141,33 @@ class Service:
 MakeService = Callable[..., Service]
 
 
-@pytest.fixture
-def service(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    """A service with no instance yet, on the tiny model; invariants are checked at every call."""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
+@contextlib.contextmanager
+def running_service(model: Path) -> Iterator[Service]:
+    """A service with no instance yet; invariants are checked at every call."""
     coordinator = CoordinatorActor(
         scheme=make_scheme(seed="0", hash_block_tokens=BLOCK_TOKENS),
         epoch=Epoch(1),
         check_invariants=True,
     )
     coordinator.start()
-    running = Service(coordinator=coordinator, model=tiny_model)
+    running = Service(coordinator=coordinator, model=model)
     yield running
     running.stop()
     with pytest.raises(UnavailableError):
         coordinator.call(None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def service(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    """A service for the tiny model with full attention only."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    with running_service(tiny_model) as running:
+        yield running
+
+
+@pytest.fixture
+def hybrid_service(tiny_hybrid_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    """A service for the tiny model with sliding-window and full layers, in three groups."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    with running_service(tiny_hybrid_model) as running:
+        yield running

@@ -189,6 +189,20 @@ def test_a_small_pool_preempts_and_stays_equal(start_demo: StartDemo, tiny_model
     assert result["summary"]["equal"] == 8
 
 
+def test_a_hybrid_model_is_served_with_equal_outputs(
+    start_demo: StartDemo, tiny_hybrid_model: Path
+) -> None:
+    demo = start_demo("--model", str(tiny_hybrid_model))
+    code, result = demo.end()
+    assert code == 0, "".join(demo.lines)
+    summary = result["summary"]
+    assert (summary["equal"], summary["total"]) == (8, 8)
+    for served in result["requests"]:
+        found = served["local_hit_tokens"] + served["remote_hit_tokens"]
+        assert found + served["computed_tokens"] == served["prompt_tokens"]
+    assert sum(served["remote_hit_tokens"] for served in result["requests"]) > 0
+
+
 def smallest_pool(model: Path, *, max_tokens: int) -> int:
     facts = inspect_model(str(model))
     writer = PromptWriter(facts.tokenizer, facts.eos_token_ids)

@@ -1,0 +1,131 @@
+"""Prefill/decode serving of a model with sliding-window and full layers: three cache groups."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.integration.test_serving import (
+    ask,
+    describe,
+    prompt,
+    require_equal,
+    wait_until_idle,
+    with_router,
+)
+
+from kvferry.cluster.serving.router import Router, Served
+from kvferry.cluster.serving.routing import Route
+from kvferry.proto.errors import NeverFitsError
+from kvferry.proto.ids import InstanceId
+
+# K and V of a block in the two layers of a group: 8 tokens, 2 heads of size 8, float32.
+GROUP_BLOCK_BYTES = 2 * 2 * 8 * 2 * 8 * 4
+# A window of 40 tokens reaches into 5 blocks of 8 before the next token.
+WINDOW_BLOCKS = 5
+
+
+def test_only_what_each_groups_rule_needs_is_handed_over(hybrid_service: Any) -> None:
+    hybrid_service.add("p0", "prefill")
+    hybrid_service.add("d0", "decode")
+    served = with_router(
+        hybrid_service.router(), lambda r: r.serve(ask("a", prompt(1, 100), max_tokens=60))
+    )
+    require_equal(hybrid_service, served)
+    assert (served.prefill_instance, served.decode_instance) == ("p0", "d0")
+    parts = served.accounting
+    assert (parts.local_hit_tokens, parts.remote_hit_tokens, parts.computed_tokens) == (0, 96, 4)
+    assert served.pulled_bytes == (12 + WINDOW_BLOCKS + WINDOW_BLOCKS) * GROUP_BLOCK_BYTES
+    description = wait_until_idle(hybrid_service)
+    assert (description.num_leases, description.num_handoffs) == (0, 0)
+    assert [instance.num_used_blocks for instance in description.instances] == [0, 0]
+
+
+def test_blocks_outside_the_window_are_given_back_while_a_request_runs(
+    hybrid_service: Any,
+) -> None:
+    hybrid_service.add("d0", "decode")
+    used: list[int] = []
+
+    async def watch(router: Router) -> Served:
+        served = None
+        async for event in router.stream(ask("a", prompt(2, 200), 100)):
+            if isinstance(event, Served):
+                served = event
+            else:
+                used.append(describe(hybrid_service).instances[0].num_used_blocks)
+        assert served is not None
+        return served
+
+    served = with_router(hybrid_service.router(), watch)
+    require_equal(hybrid_service, served)
+    # 300 tokens are 38 blocks in each of three groups. A window's group holds its 5, the one that
+    # is written, and those granted ahead: 2, and 1 that they may reach into.
+    assert max(used[20:]) <= 38 + 2 + 2 * (WINDOW_BLOCKS + 1 + 3)
+
+
+def test_a_pool_that_holds_the_windows_but_not_all_tokens_suffices(hybrid_service: Any) -> None:
+    # 400 + 59 tokens: 58 blocks of full attention, and twice a window with a step's 64 tokens.
+    smallest = 58 + 2 * 14 + 1
+    hybrid_service.add("d0", "decode", num_blocks=smallest)
+    served = with_router(
+        hybrid_service.router(), lambda r: r.serve(ask("a", prompt(3, 400), max_tokens=60))
+    )
+    require_equal(hybrid_service, served)
+    hybrid_service.add("d1", "decode", num_blocks=smallest - 1)
+    with pytest.raises(NeverFitsError) as refused:
+        with_router(
+            hybrid_service.router(),
+            lambda r: r.serve(
+                ask("b", prompt(3, 400), max_tokens=60),
+                route=Route(decode=InstanceId("d1"), prefill=None),
+            ),
+        )
+    assert refused.value.given == {"needed_blocks": smallest, "have_blocks": smallest - 1}
+
+
+def test_a_later_turn_hits_the_window_and_the_prefix(hybrid_service: Any) -> None:
+    hybrid_service.add("p0", "prefill")
+    hybrid_service.add("d0", "decode")
+
+    async def turns(router: Router) -> tuple[Served, Served]:
+        first = await router.serve(ask("a", prompt(4, 100), max_tokens=20))
+        past = first.request.prompt_token_ids + first.output_token_ids
+        return first, await router.serve(ask("b", past + prompt(5, 5)))
+
+    first, second = with_router(hybrid_service.router(), turns)
+    require_equal(hybrid_service, first, second)
+    # 100 prompt and 19 written output tokens are 14 full blocks.
+    assert second.accounting.local_hit_tokens == 112
+
+
+def test_what_cannot_be_pulled_is_computed_from_the_start(hybrid_service: Any) -> None:
+    hybrid_service.add("p0", "prefill")
+    hybrid_service.add("d0", "decode")
+    hybrid_service.stop_transfers("p0")
+    served = with_router(
+        hybrid_service.router(), lambda r: r.serve(ask("a", prompt(6, 100), max_tokens=20))
+    )
+    require_equal(hybrid_service, served)
+    parts = served.accounting
+    assert (parts.local_hit_tokens, parts.remote_hit_tokens, parts.computed_tokens) == (0, 0, 100)
+    assert served.preemptions == 0
+    assert wait_until_idle(hybrid_service).counters["failed_loads"] == 1
+
+
+def test_many_requests_at_once_stay_equal_under_preemption(hybrid_service: Any) -> None:
+    hybrid_service.add("p0", "prefill", num_blocks=100)
+    hybrid_service.add("d0", "decode", num_blocks=56, token_budget=24)
+    shared = prompt(7, 80)
+
+    async def all_at_once(router: Router) -> list[Served]:
+        requests = [ask(f"r{i}", shared + prompt(10 + i, 5 * i + 1), 60) for i in range(6)]
+        return list(await asyncio.gather(*(router.serve(r) for r in requests)))
+
+    served = with_router(hybrid_service.router(), all_at_once)
+    require_equal(hybrid_service, *served)
+    assert sum(s.preemptions for s in served) >= 1
+    for one in served:
+        parts = one.accounting
+        found = parts.local_hit_tokens + parts.remote_hit_tokens
+        assert found + parts.computed_tokens == parts.prompt_tokens
+    wait_until_idle(hybrid_service)
