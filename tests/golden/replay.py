@@ -120,7 +120,9 @@ class Replay:
             "queue": list(pool.free_order()),
             "usage": pool.usage,
             "keys": pool.num_keys,
-            "events": [plain_event(event, self.profile) for event in pool.take_events()],
+            "events": [
+                plain for event in pool.take_events() for plain in plain_events(event, self.profile)
+            ],
         }
 
     def open(self, step: Json, expect: Json) -> None:
@@ -235,17 +237,19 @@ class Replay:
         }
 
 
-def plain_event(event: PoolEvent, profile: str) -> Json:
-    """Return an event in the form of the recording."""
+def plain_events(event: PoolEvent, profile: str) -> list[Json]:
+    """Return an event in the form of the recording, which has a removal per block."""
     if isinstance(event, Cleared):
-        return {"type": "cleared"}
+        return [{"type": "cleared"}]
+    group = {"group": event.group_id} if profile == "0.32" else {}
     if isinstance(event, Removed):
-        block_hash, group_id = unpack_group(event.key)
-        made: Json = {"type": "removed", "hashes": [block_hash.hex()], "medium": MEDIUM}
-        return {**made, "group": group_id} if profile == "0.32" else made
+        return [
+            {"type": "removed", "hashes": [block_hash.hex()], "medium": MEDIUM, **group}
+            for block_hash in event.hashes
+        ]
     assert event.content is not None
     assert event.origin is not None
-    made = {
+    made: Json = {
         "type": "stored",
         "hashes": [block_hash.hex() for block_hash in event.hashes],
         "parent": None if event.parent is None else event.parent.hex(),
@@ -257,12 +261,11 @@ def plain_event(event: PoolEvent, profile: str) -> Json:
         "extra": plain_keys(event.content.extra),
     }
     if profile == "0.32":
-        made |= {
-            "group": event.origin.group_id,
+        made |= group | {
             "spec_kind": event.origin.kind,
             "spec_window": event.origin.window_tokens,
         }
-    return made
+    return [made]
 
 
 def plain_keys(value: object) -> object:

@@ -1,4 +1,4 @@
-"""Which instances hold which hash: one dictionary per identity, one bit per instance.
+"""Which instances hold which hash: one dictionary per identity and group, one bit per instance.
 
 Fed by the events of the pools; answers the longest prefix of every instance in one pass.
 
@@ -6,19 +6,18 @@ Masks that were made alike are one object, so that the pass compares pointers, n
 hardly depends on the number of instances.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from operator import and_
-from typing import cast
 
 from kvferry.coordinator.pool_events import PoolEvent, Removed, Stored
 from kvferry.coordinator.prefix_rules import PrefixRule, masks_of_prefixes
 from kvferry.proto.errors import InvariantError
-from kvferry.proto.ids import BlockHash, GroupedHash, InstanceId
+from kvferry.proto.ids import FIRST_GROUP, BlockHash, GroupedHash, GroupId, InstanceId, pack_group
 
 
 class PrefixLengths(Mapping[InstanceId, int]):
-    """How many keys, from the first without a gap, each instance holds; those with none are absent.
+    """How many hashes, from the first without a gap, each instance holds; absent if none.
 
     Decoded when it is read: whoever wants the best few does not pay for a thousand. Valid until the
     index changes.
@@ -67,17 +66,17 @@ class _Toggle:
 
 
 class LocationIndex:
-    """(identity digest, key) -> the instances that hold it.
+    """(identity digest, group, hash) -> the instances that hold it.
 
     Each member has a small number, its bit in every mask; numbers are reused after a member has
     left, so masks stay as short as the number of live instances.
     """
 
     def __init__(self) -> None:
-        self._masks: dict[bytes, dict[GroupedHash, int]] = {}
+        self._masks: dict[bytes, dict[GroupId, dict[BlockHash, int]]] = {}
         # A pool may hold one hash in several blocks. Only the copies beyond the first are counted
         # here: they are rare.
-        self._extra_copies: dict[tuple[int, GroupedHash], int] = {}
+        self._extra_copies: dict[tuple[int, GroupId, BlockHash], int] = {}
         self._digests: dict[InstanceId, bytes] = {}
         self._numbers: dict[InstanceId, int] = {}
         self._members: dict[int, InstanceId] = {}
@@ -113,46 +112,66 @@ class LocationIndex:
         """Follow what an instance's pool did.
 
         Raises:
-            InvariantError: a key is removed that the instance does not hold.
+            InvariantError: a hash is removed that the instance does not hold.
 
         """
-        masks = self._masks[self._digests[instance_id]]
+        groups = self._masks[self._digests[instance_id]]
         number = self._numbers[instance_id]
         toggle = _Toggle(1 << number)
         for event in events:
-            if isinstance(event, Removed):
-                key = event.key
-                if self._extra_copies and self._drop_copy(number, key):
-                    continue
-                mask = masks.get(key, 0)
-                if not mask & toggle.bit:
-                    raise InvariantError(
-                        "a key was removed that the instance does not hold",
-                        given={"instance": instance_id, "key": key.hex()},
-                    )
-                if mask == toggle.bit:
-                    del masks[key]
-                else:
-                    masks[key] = toggle.of(mask)
-            elif isinstance(event, Stored):
-                for key in event.keys:
-                    mask = masks.get(key, 0)
-                    if mask & toggle.bit:
-                        self._add_copy(number, key)
-                    else:
-                        masks[key] = toggle.of(mask)
+            if isinstance(event, Stored):
+                self._store(groups.setdefault(event.group_id, {}), event, number, toggle)
+            elif isinstance(event, Removed):
+                self._remove(groups.get(event.group_id, {}), event, number, toggle)
             else:
                 self._clear(instance_id)
 
+    def _store(
+        self, masks: dict[BlockHash, int], event: Stored, number: int, toggle: "_Toggle"
+    ) -> None:
+        new = dict.fromkeys(event.hashes, toggle.bit)
+        if len(new) == len(event.hashes) and masks.keys().isdisjoint(new):
+            # Content that nobody has yet, which most is.
+            masks.update(new)
+            return
+        for block_hash in event.hashes:
+            mask = masks.get(block_hash, 0)
+            if mask & toggle.bit:
+                self._add_copy(number, event.group_id, block_hash)
+            else:
+                masks[block_hash] = toggle.of(mask)
+
+    def _remove(
+        self, masks: dict[BlockHash, int], event: Removed, number: int, toggle: "_Toggle"
+    ) -> None:
+        bit, with_copies = toggle.bit, bool(self._extra_copies)
+        for block_hash in event.hashes:
+            if with_copies and self._drop_copy(number, event.group_id, block_hash):
+                continue
+            mask = masks.get(block_hash, 0)
+            if mask == bit:
+                del masks[block_hash]
+            elif mask & bit:
+                masks[block_hash] = toggle.of(mask)
+            else:
+                raise InvariantError(
+                    "a hash was removed that the instance does not hold",
+                    given={
+                        "instance": self._members[number],
+                        "group": event.group_id,
+                        "hash": block_hash.hex(),
+                    },
+                )
+
     def longest_prefixes(
-        self, identity_digest: bytes, keys: Sequence[GroupedHash]
+        self, identity_digest: bytes, hashes: Sequence[BlockHash], group_id: GroupId
     ) -> PrefixLengths:
-        """Return how many of `keys`, from the first without a gap, each instance holds."""
-        masks = self._masks.get(identity_digest, {})
+        """Return how many of `hashes`, from the first without a gap, each instance holds."""
+        masks = self._masks.get(identity_digest, {}).get(group_id, {})
         runs: list[tuple[int, int]] = []
-        alive = masks.get(keys[0], 0) if keys else 0
+        alive = masks.get(hashes[0], 0) if hashes else 0
         if alive:
-            for length, mask in enumerate(map(masks.get, keys)):
+            for length, mask in enumerate(map(masks.get, hashes)):
                 if mask is alive:
                     continue
                 held = alive & (mask or 0)
@@ -160,10 +179,10 @@ class LocationIndex:
                     runs.append((length, alive ^ held))
                     if not held:
                         break
-                # The stored object where it will do: the next keys are likely to have it too.
+                # The stored object where it will do: the next hashes are likely to have it too.
                 alive = mask if mask == held else held
             else:
-                runs.append((len(keys), alive))
+                runs.append((len(hashes), alive))
         return PrefixLengths(runs, self._members)
 
     def longest_usable(
@@ -171,19 +190,17 @@ class LocationIndex:
     ) -> PrefixLengths:
         """Return how many of `hashes` each instance can serve, by the rule of every group."""
         if len(rules) == 1 and rules[0].needs_all:
-            suffix = rules[0].suffix
-            # A call of `GroupedHash` per block would cost as much as the look itself.
-            keys = cast("list[GroupedHash]", [block_hash + suffix for block_hash in hashes])
-            return self.longest_prefixes(identity_digest, keys)
-        get = cast("Callable[[bytes, int], int]", self._masks.get(identity_digest, {}).get)
+            return self.longest_prefixes(identity_digest, hashes, FIRST_GROUP)
+        groups = self._masks.get(identity_digest, {})
         everyone = 0
         for number, instance_id in self._members.items():
             if self._digests[instance_id] == identity_digest:
                 everyone |= 1 << number
-        usable = [
-            masks_of_prefixes([get(h + rule.suffix, 0) for h in hashes], rule, everyone)
-            for rule in rules
-        ]
+        usable = []
+        for group_id, rule in enumerate(rules):
+            held = groups.get(GroupId(group_id), {})
+            masks = [held.get(block_hash, 0) for block_hash in hashes]
+            usable.append(masks_of_prefixes(masks, rule, everyone))
         by_length = [reduce(and_, masks) for masks in zip(*usable, strict=True)]
         runs: list[tuple[int, int]] = []
         found = 0
@@ -198,38 +215,41 @@ class LocationIndex:
     def copies_of(self, instance_id: InstanceId) -> dict[GroupedHash, int]:
         """Return every key of an instance with the number of its copies (for checks)."""
         number = self._numbers[instance_id]
-        masks = self._masks[self._digests[instance_id]]
         return {
-            key: 1 + self._extra_copies.get((number, key), 0)
-            for key, mask in masks.items()
+            pack_group(block_hash, group_id): 1
+            + self._extra_copies.get((number, group_id, block_hash), 0)
+            for group_id, masks in self._masks[self._digests[instance_id]].items()
+            for block_hash, mask in masks.items()
             if mask >> number & 1
         }
 
     def num_keys(self) -> int:
-        """Return the number of (identity, key) entries."""
-        return sum(len(masks) for masks in self._masks.values())
+        """Return the number of (identity, group, hash) entries."""
+        return sum(len(masks) for groups in self._masks.values() for masks in groups.values())
 
     def members(self) -> set[InstanceId]:
         """Return the instances in the index."""
         return set(self._numbers)
 
-    def _add_copy(self, number: int, key: GroupedHash) -> None:
-        self._extra_copies[number, key] = self._extra_copies.get((number, key), 0) + 1
+    def _add_copy(self, number: int, group_id: GroupId, block_hash: BlockHash) -> None:
+        copy = (number, group_id, block_hash)
+        self._extra_copies[copy] = self._extra_copies.get(copy, 0) + 1
 
-    def _drop_copy(self, number: int, key: GroupedHash) -> bool:
+    def _drop_copy(self, number: int, group_id: GroupId, block_hash: BlockHash) -> bool:
         """Forget a copy beyond the first, and tell whether there was one."""
-        extra = self._extra_copies.pop((number, key), 0)
+        copy = (number, group_id, block_hash)
+        extra = self._extra_copies.pop(copy, 0)
         if extra > 1:
-            self._extra_copies[number, key] = extra - 1
+            self._extra_copies[copy] = extra - 1
         return extra > 0
 
     def _clear(self, instance_id: InstanceId) -> None:
         number = self._numbers[instance_id]
-        masks = self._masks[self._digests[instance_id]]
-        for key in [key for key, mask in masks.items() if mask >> number & 1]:
-            if masks[key] == 1 << number:
-                del masks[key]
-            else:
-                masks[key] &= ~(1 << number)
+        for masks in self._masks[self._digests[instance_id]].values():
+            for block_hash in [held for held, mask in masks.items() if mask >> number & 1]:
+                if masks[block_hash] == 1 << number:
+                    del masks[block_hash]
+                else:
+                    masks[block_hash] &= ~(1 << number)
         for extra in [extra for extra in self._extra_copies if extra[0] == number]:
             del self._extra_copies[extra]

@@ -2,16 +2,15 @@
 
 from typing import NamedTuple
 
-from kvferry.proto.ids import BlockHash, BlockId, GroupedHash, GroupId, unpack_group
+from kvferry.proto.ids import BlockHash, BlockId, GroupId
 
 MEDIUM = "GPU"
 """The medium of everything that a pool tells: device memory, by the name vLLM's events use."""
 
 
 class GroupOrigin(NamedTuple):
-    """The group whose blocks an event is about; `window_tokens` is None without a window."""
+    """The kind of group whose blocks an event is about; `window_tokens` None without a window."""
 
-    group_id: GroupId
     kind: str
     window_tokens: int | None
 
@@ -30,7 +29,7 @@ class StoredContent(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Blocks that became findable, one key per block, in chain order.
+    """Blocks that became findable, one hash per block, in chain order.
 
     Blocks that hold nothing findable are left out, so there may be none. `parent` is the hash
     before the run's first block, None at the start of a chain. `block_tokens` is what one hash of
@@ -38,26 +37,24 @@ class Stored(NamedTuple):
     """
 
     block_ids: tuple[BlockId, ...]
-    keys: tuple[GroupedHash, ...]
+    hashes: tuple[BlockHash, ...]
+    group_id: GroupId
     parent: BlockHash | None = None
     block_tokens: int = 0
     origin: GroupOrigin | None = None
     content: StoredContent | None = None
 
-    @property
-    def hashes(self) -> tuple[BlockHash, ...]:
-        """The hashes of the stored blocks."""
-        return tuple(unpack_group(key)[0] for key in self.keys)
-
 
 class Removed(NamedTuple):
-    """One physical block is no longer findable under a key; another copy of the key may still be.
+    """Blocks that are no longer findable under a hash, in order; other copies of it may still be.
 
-    A block that was findable under several keys is told once for each.
+    A block that was findable under several hashes is told once for each. Subscribers are told one
+    removal per block.
     """
 
-    block_id: BlockId
-    key: GroupedHash
+    block_ids: tuple[BlockId, ...]
+    hashes: tuple[BlockHash, ...]
+    group_id: GroupId
 
 
 class Cleared(NamedTuple):

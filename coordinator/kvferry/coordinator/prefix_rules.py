@@ -4,18 +4,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvferry.proto.identity import GroupSpec, Identity
-from kvferry.proto.ids import BlockHash, GroupId, pack_group
 
 
 class PrefixRule(NamedTuple):
-    """The rule of one group, in blocks of `block_tokens` tokens.
-
-    `suffix` makes a hash the key of the group.
-    """
+    """The rule of one group, in blocks of `block_tokens` tokens."""
 
     spec: GroupSpec
     block_tokens: int
-    suffix: bytes
 
     @property
     def needs_all(self) -> bool:
@@ -32,10 +27,7 @@ class PrefixRule(NamedTuple):
 
 def rules_of(identity: Identity, block_tokens: int) -> tuple[PrefixRule, ...]:
     """Return the rules of an identity's groups, in group order."""
-    return tuple(
-        PrefixRule(group, block_tokens, pack_group(BlockHash(b""), GroupId(i)))
-        for i, group in enumerate(identity.groups)
-    )
+    return tuple(PrefixRule(group, block_tokens) for group in identity.groups)
 
 
 def masks_of_prefixes(masks: Sequence[int], rule: PrefixRule, everyone: int) -> Iterator[int]:

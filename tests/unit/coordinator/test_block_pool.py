@@ -54,12 +54,12 @@ def test_a_prefix_is_found_up_to_the_first_gap_and_by_group() -> None:
 def test_caching_tells_a_run_and_eviction_tells_each_block() -> None:
     pool = BlockPool(4)
     pool.cache_full_blocks(H, pool.get_new_blocks(3), 1, 3, G0)
-    assert pool.take_events() == [Stored((BlockId(2), BlockId(3)), (K[1], K[2]), parent=H[0])]
+    assert pool.take_events() == [Stored((BlockId(2), BlockId(3)), H[1:], G0, parent=H[0])]
     pool.free_blocks([BlockId(3), BlockId(2), BlockId(1)])
     # The unhashed block 1 is reused first, then the tail of the chain.
     assert list(pool.free_order()) == [1, 3, 2]
     assert pool.get_new_blocks(2) == [1, 3]
-    assert pool.take_events() == [Removed(BlockId(3), K[2])]
+    assert pool.take_events() == [Removed((BlockId(3),), H[2:], G0)]
     assert pool.take_events() == []
 
 

@@ -107,12 +107,12 @@ def test_b18_every_copy_of_a_prefix_is_kept_and_forgotten_on_its_own() -> None:
     keys = [pool.key_of(block) for block in blocks(1, 2, 4, 5)]
     assert keys == [keys[0], keys[1], keys[0], keys[1]]
     assert keys[0] != keys[1]
+    pool.touch(blocks(1))
     pool.evict_blocks(blocks(1))
     assert pool.key_of(BlockId(1)) is None
     assert pool.get_cached_prefix(hashes, G0) == [4, 2]
     pool.evict_blocks(blocks(4))
     assert pool.get_cached_prefix(hashes, G0) == []
-    pool.touch(blocks(1))
     pool.cache_full_blocks(chain("n"), blocks(1), 0, 1, G0)
     assert pool.get_cached_prefix(hashes, G0) == []
     assert pool.get_cached_prefix(chain("n"), G0) == [1]

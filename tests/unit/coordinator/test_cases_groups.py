@@ -71,7 +71,7 @@ def saves(manager: CacheManager) -> list[tuple[int, int]]:
         assert event.content is not None
         first = event.content.tokens[0] - 1
         ends.append((first, first + len(event.content.tokens)))
-        assert len(event.keys) * event.block_tokens == len(event.content.tokens)
+        assert len(event.hashes) * event.block_tokens == len(event.content.tokens)
     return ends
 
 

@@ -57,7 +57,7 @@ def test_an_event_tells_the_run_and_nothing_of_tokens_that_nobody_told() -> None
     (event,) = manager.pool.take_events()
     assert isinstance(event, Stored)
     assert (event.hashes, event.parent, event.block_tokens) == (chain("xy"), None, 4)
-    assert event.origin == GroupOrigin(GroupId(0), "full_attention", None)
+    assert event.origin == GroupOrigin("full_attention", None)
     assert event.content is None
 
 

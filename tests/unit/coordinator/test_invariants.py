@@ -10,7 +10,7 @@ from kvferry.coordinator.handoff import HandoffState
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.pool_events import Stored
 from kvferry.proto.errors import InvariantError
-from kvferry.proto.ids import BlockId, GroupedHash, InstanceId, RequestId
+from kvferry.proto.ids import BlockHash, BlockId, GroupId, InstanceId, RequestId
 
 
 @pytest.fixture
@@ -31,15 +31,15 @@ def instance_a(fleet: Fleet) -> Instance:
 
 
 def free_a_used_block(fleet: Fleet) -> None:
-    instance_a(fleet).manager.pool._free.append_n([BlockId(2)])
+    instance_a(fleet).manager.pool._free.append([BlockId(2)])
 
 
 def lose_a_free_block(fleet: Fleet) -> None:
-    instance_a(fleet).manager.pool._free.remove(BlockId(5))
+    instance_a(fleet).manager.pool._free.take(1)
 
 
 def free_the_null_block(fleet: Fleet) -> None:
-    instance_a(fleet).manager.pool._free.append_n([BlockId(0)])
+    instance_a(fleet).manager.pool._free.append([BlockId(0)])
 
 
 def free_twice(fleet: Fleet) -> None:
@@ -51,7 +51,7 @@ def reference_without_owner(fleet: Fleet) -> None:
 
 
 def index_without_hash(fleet: Fleet) -> None:
-    instance_a(fleet).manager.pool._keys[1] = None
+    instance_a(fleet).manager.pool._hashes.carried[1] = None
 
 
 def share_an_unfindable_block(fleet: Fleet) -> None:
@@ -67,7 +67,7 @@ def forget_the_request_only(fleet: Fleet) -> None:
 
 
 def locate_a_strange_key(fleet: Fleet) -> None:
-    event = Stored((BlockId(9),), (GroupedHash(b"strange"),))
+    event = Stored((BlockId(9),), (BlockHash(b"strange"),), GroupId(0))
     fleet.service.state.index.apply(InstanceId("a"), [event])
 
 

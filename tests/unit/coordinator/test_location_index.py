@@ -7,19 +7,20 @@ from hypothesis import strategies as st
 from kvferry.coordinator.location_index import LocationIndex
 from kvferry.coordinator.pool_events import Cleared, Removed, Stored
 from kvferry.proto.errors import InvariantError
-from kvferry.proto.ids import BlockId, GroupedHash, InstanceId
+from kvferry.proto.ids import BlockHash, BlockId, GroupId, InstanceId
 
 D1, D2 = b"d1", b"d2"
+G0, G1 = GroupId(0), GroupId(1)
 A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
-K = [GroupedHash(bytes([i])) for i in range(6)]
+H = [BlockHash(bytes([i])) for i in range(6)]
 
 
-def stored(*numbers: int) -> Stored:
-    return Stored(tuple(BlockId(n + 1) for n in numbers), tuple(K[n] for n in numbers))
+def stored(*numbers: int, group: GroupId = G0) -> Stored:
+    return Stored(tuple(BlockId(n + 1) for n in numbers), tuple(H[n] for n in numbers), group)
 
 
-def removed(number: int) -> Removed:
-    return Removed(BlockId(number + 1), K[number])
+def removed(*numbers: int, group: GroupId = G0) -> Removed:
+    return Removed(tuple(BlockId(n + 1) for n in numbers), tuple(H[n] for n in numbers), group)
 
 
 def index_of(**holdings: tuple[int, ...]) -> LocationIndex:
@@ -32,46 +33,54 @@ def index_of(**holdings: tuple[int, ...]) -> LocationIndex:
 
 def test_every_instance_gets_its_own_longest_prefix() -> None:
     index = index_of(a=(0, 1, 2), b=(0,), c=(1, 2))
-    assert index.longest_prefixes(D1, K[:4]) == {A: 3, B: 1}
+    assert index.longest_prefixes(D1, H[:4], G0) == {A: 3, B: 1}
 
 
 def test_instances_are_given_longest_prefix_first() -> None:
-    prefixes = index_of(a=(0,), b=(0, 1, 2), c=(0, 1)).longest_prefixes(D1, K[:4])
+    prefixes = index_of(a=(0,), b=(0, 1, 2), c=(0, 1)).longest_prefixes(D1, H[:4], G0)
     assert list(prefixes.longest_first()) == [(B, 3), (C, 2), (A, 1)]
     assert (len(prefixes), list(prefixes), prefixes.get(InstanceId("d"))) == (3, [B, C, A], None)
 
 
 def test_a_gap_ends_a_prefix() -> None:
-    assert index_of(a=(0, 2, 3)).longest_prefixes(D1, K[:4]) == {A: 1}
+    assert index_of(a=(0, 2, 3)).longest_prefixes(D1, H[:4], G0) == {A: 1}
 
 
-def test_no_keys_and_unknown_identities_find_nobody() -> None:
+def test_no_hashes_and_unknown_identities_find_nobody() -> None:
     index = index_of(a=(0,))
-    assert index.longest_prefixes(D1, []) == {}
-    assert index.longest_prefixes(D2, K[:1]) == {}
+    assert index.longest_prefixes(D1, [], G0) == {}
+    assert index.longest_prefixes(D2, H[:1], G0) == {}
 
 
 def test_identities_never_share_a_block() -> None:
     index = index_of(a=(0, 1))
     index.join(B, D2)
     index.apply(B, [stored(0)])
-    assert index.longest_prefixes(D1, K[:2]) == {A: 2}
-    assert index.longest_prefixes(D2, K[:2]) == {B: 1}
+    assert index.longest_prefixes(D1, H[:2], G0) == {A: 2}
+    assert index.longest_prefixes(D2, H[:2], G0) == {B: 1}
 
 
-def test_a_key_is_gone_with_its_last_copy_only() -> None:
+def test_groups_never_share_a_block() -> None:
+    index = index_of(a=(0, 1))
+    index.apply(A, [stored(0, group=G1), removed(0, 1)])
+    assert index.longest_prefixes(D1, H[:2], G0) == {}
+    assert index.longest_prefixes(D1, H[:2], G1) == {A: 1}
+    assert index.num_keys() == 1
+
+
+def test_a_hash_is_gone_with_its_last_copy_only() -> None:
     index = index_of(a=(0, 0, 0))
     for _ in range(2):
         index.apply(A, [removed(0)])
-        assert index.longest_prefixes(D1, K[:1]) == {A: 1}
+        assert index.longest_prefixes(D1, H[:1], G0) == {A: 1}
     index.apply(A, [removed(0)])
-    assert (dict(index.longest_prefixes(D1, K[:1])), index.num_keys()) == ({}, 0)
+    assert (dict(index.longest_prefixes(D1, H[:1], G0)), index.num_keys()) == ({}, 0)
 
 
 def test_clearing_one_instance_leaves_the_others() -> None:
     index = index_of(a=(0, 0, 1), b=(0,))
     index.apply(A, [Cleared()])
-    assert index.longest_prefixes(D1, K[:2]) == {B: 1}
+    assert index.longest_prefixes(D1, H[:2], G0) == {B: 1}
     index.apply(A, [stored(0), removed(0)])
     assert index.copies_of(A) == {}
 
@@ -81,7 +90,7 @@ def test_an_instance_that_left_is_forgotten_and_its_number_reused() -> None:
     index.leave(A)
     index.leave(A)
     index.join(C, D1)
-    assert index.longest_prefixes(D1, K[:1]) == {B: 1}
+    assert index.longest_prefixes(D1, H[:1], G0) == {B: 1}
     assert index.members() == {B, C}
     assert index.copies_of(C) == {}
     index.leave(B)
@@ -106,7 +115,7 @@ def test_prefixes_are_those_of_the_sets_held(holdings: list[set[int]]) -> None:
         length = next((i for i in range(6) if i not in held), 6)
         if length:
             expected[InstanceId(f"i{n}")] = length
-    assert index.longest_prefixes(D1, K) == expected
+    assert index.longest_prefixes(D1, H, G0) == expected
 
 
 def length_of(held: set[int]) -> int:
@@ -134,7 +143,7 @@ def test_prefixes_follow_what_instances_store_and_remove(
             ours |= set(new)
         else:
             old = [number for number in numbers if number in ours]
-            index.apply(InstanceId(names[n]), [removed(number) for number in old])
+            index.apply(InstanceId(names[n]), [removed(*old)])
             ours -= set(old)
     expected = {name: length_of(ours) for name, ours in held.items() if length_of(ours)}
-    assert index.longest_prefixes(D1, K) == expected
+    assert index.longest_prefixes(D1, H, G0) == expected

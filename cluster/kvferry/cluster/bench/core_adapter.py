@@ -8,10 +8,11 @@ from kvferry.coordinator.cache_config import CacheConfig
 from kvferry.coordinator.cache_manager import CacheManager
 from kvferry.coordinator.pool_events import Removed, Stored
 from kvferry.coordinator.request_state import RequestState
-from kvferry.proto.ids import BlockHash, BlockId, GroupedHash, RequestId
+from kvferry.proto.ids import BlockHash, BlockId, GroupId, RequestId
 from kvferry.proto.specs import FullSpec
 
 MAX_MODEL_TOKENS = 1 << 20
+GROUP = GroupId(0)
 
 
 class KvferryManager:
@@ -54,11 +55,15 @@ class KvferryManager:
         self._manager.pool.take_events()
 
 
-def stored_event(keys: Sequence[GroupedHash]) -> Stored:
-    """Return the event of blocks that became findable under `keys`."""
-    return Stored(tuple(BlockId(i + 1) for i in range(len(keys))), tuple(keys))
+def stored_event(hashes: Sequence[BlockHash]) -> Stored:
+    """Return the event of blocks that became findable under `hashes`."""
+    return Stored(_blocks(hashes), tuple(hashes), GROUP)
 
 
-def removed_event(key: GroupedHash) -> Removed:
-    """Return the event of a block that is no longer findable under `key`."""
-    return Removed(BlockId(1), key)
+def removed_event(hashes: Sequence[BlockHash]) -> Removed:
+    """Return the event of blocks that are no longer findable under `hashes`."""
+    return Removed(_blocks(hashes), tuple(hashes), GROUP)
+
+
+def _blocks(hashes: Sequence[BlockHash]) -> tuple[BlockId, ...]:
+    return tuple(BlockId(i + 1) for i in range(len(hashes)))

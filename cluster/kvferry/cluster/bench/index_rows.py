@@ -4,12 +4,12 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from kvferry.cluster.bench.core_adapter import removed_event, stored_event
+from kvferry.cluster.bench.core_adapter import GROUP, removed_event, stored_event
 from kvferry.cluster.bench.rows import Row, elapsed_ns, measure_alone, measure_pairs
 from kvferry.coordinator.location_index import LocationIndex
 from kvferry.coordinator.pool_events import PoolEvent
 from kvferry.proto.errors import InvariantError
-from kvferry.proto.ids import BlockHash, GroupedHash, GroupId, InstanceId, pack_group
+from kvferry.proto.ids import BlockHash, InstanceId
 
 PREFIX_BLOCKS = 256
 _IDENTITY = b"identity"
@@ -26,10 +26,10 @@ def locate_rows(seconds: float) -> Iterator[Row]:
     one all of it), and each holds blocks of its own. The work ends with the name of one that holds
     the most.
     """
-    prefix = _keys("prefix", PREFIX_BLOCKS)
+    prefix = _hashes("prefix", PREFIX_BLOCKS)
     for num_instances in (1, 64, 1024):
         index = _filled_index(num_instances, prefix)
-        known = dict.fromkeys(_keys("other", PREFIX_BLOCKS) + prefix, 0)
+        known = dict.fromkeys(_hashes("other", PREFIX_BLOCKS) + prefix, 0)
         yield measure_pairs(
             f"locate_block@{num_instances}",
             partial(_ns_per_block, partial(_locate, index, prefix)),
@@ -44,11 +44,11 @@ def ingest_rows(seconds: float) -> Iterator[Row]:
     """Yield `ingest_event`: stored and removed blocks per second, by 64 instances.
 
     All instances store the same prompts of 256 blocks, an event a prompt, and drop them again, last
-    block first, an event a block.
+    block first, an event a prompt too.
     """
-    prompts = [_keys(f"prompt {i}", PREFIX_BLOCKS) for i in range(_INGEST_PROMPTS)]
+    prompts = [_hashes(f"prompt {i}", PREFIX_BLOCKS) for i in range(_INGEST_PROMPTS)]
     stored = [stored_event(prompt) for prompt in prompts]
-    removed = [removed_event(key) for prompt in prompts for key in reversed(prompt)]
+    removed = [removed_event(prompt[::-1]) for prompt in prompts]
     num_events = 2 * _INGEST_INSTANCES * _INGEST_PROMPTS * PREFIX_BLOCKS
 
     def events_per_s() -> float:
@@ -68,26 +68,26 @@ def ingest_rows(seconds: float) -> Iterator[Row]:
     yield measure_alone("ingest_event", events_per_s, unit="1/s", better="higher", seconds=seconds)
 
 
-def _filled_index(num_instances: int, prefix: Sequence[GroupedHash]) -> LocationIndex:
+def _filled_index(num_instances: int, prefix: Sequence[BlockHash]) -> LocationIndex:
     index = LocationIndex()
     for i in range(num_instances):
         held = prefix[: PREFIX_BLOCKS - PREFIX_BLOCKS // 4 * (i % 4)]
         index.join(_name(i), _IDENTITY)
-        index.apply(_name(i), [stored_event(held), stored_event(_keys(f"own {i}", _OWN_BLOCKS))])
-    best, num_blocks = next(index.longest_prefixes(_IDENTITY, prefix).longest_first())
+        index.apply(_name(i), [stored_event(held), stored_event(_hashes(f"own {i}", _OWN_BLOCKS))])
+    best, num_blocks = next(index.longest_prefixes(_IDENTITY, prefix, GROUP).longest_first())
     if (best, num_blocks) != (_name(0), PREFIX_BLOCKS):
         raise InvariantError("not the longest prefix", given=[best, num_blocks])
     return index
 
 
-def _locate(index: LocationIndex, prefix: Sequence[GroupedHash]) -> InstanceId:
-    best, _ = next(index.longest_prefixes(_IDENTITY, prefix).longest_first())
+def _locate(index: LocationIndex, prefix: Sequence[BlockHash]) -> InstanceId:
+    best, _ = next(index.longest_prefixes(_IDENTITY, prefix, GROUP).longest_first())
     return best
 
 
-def _look_up_each(known: dict[GroupedHash, int], prefix: Sequence[GroupedHash]) -> None:
-    for key in prefix:
-        known[key]
+def _look_up_each(known: dict[BlockHash, int], prefix: Sequence[BlockHash]) -> None:
+    for block_hash in prefix:
+        known[block_hash]
 
 
 def _ns_per_block(work: Callable[[], object]) -> float:
@@ -98,9 +98,8 @@ def _ns_per_block(work: Callable[[], object]) -> float:
     return elapsed_ns(repeated) / (_REPEATS * PREFIX_BLOCKS)
 
 
-def _keys(text: str, count: int) -> list[GroupedHash]:
-    hashes = (hashlib.sha256(f"{text} {i}".encode()).digest() for i in range(count))
-    return [pack_group(BlockHash(block_hash), GroupId(0)) for block_hash in hashes]
+def _hashes(text: str, count: int) -> list[BlockHash]:
+    return [BlockHash(hashlib.sha256(f"{text} {i}".encode()).digest()) for i in range(count)]
 
 
 def _name(number: int) -> InstanceId:

@@ -9,7 +9,7 @@ from kvferry.coordinator.managers.base import GroupManager, SlotAsk
 from kvferry.coordinator.pool_events import Stored
 from kvferry.coordinator.request_state import RequestState
 from kvferry.proto.errors import InvariantError
-from kvferry.proto.ids import BlockId, GroupedHash, GroupId, RequestId
+from kvferry.proto.ids import BlockId, GroupedHash, GroupId, RequestId, pack_group
 
 
 class CopyingManager(GroupManager):
@@ -72,7 +72,7 @@ class CopyingManager(GroupManager):
             )
         block = self._tables[request.request_id][position]
         block_hash = request.hashes[number - 1]
-        key, is_new = self.pool.cache_inside(
+        is_new = self.pool.cache_inside(
             block_hash,
             block,
             self.group_id,
@@ -85,5 +85,7 @@ class CopyingManager(GroupManager):
                 run = (num_tokens - unit, num_tokens)
                 content = describe_run(request.content, self.rules.key_format, run, [run])
             parent = request.hashes[number - 2] if number > 1 else None
-            self.pool.tell_stored(Stored((block,), (key,), parent, unit, self._origin, content))
-        return key
+            self.pool.tell_stored(
+                Stored((block,), (block_hash,), self.group_id, parent, unit, self._origin, content)
+            )
+        return pack_group(block_hash, self.group_id)
