@@ -125,7 +125,8 @@ def test_each_timed_step_has_256_blocks_in_it() -> None:
         (reply, _), (after, _) = service.handle(admit, 0.0), service.handle(release, 0.0)
         assert isinstance(reply, StepReply)
         assert isinstance(after, StepReply)
-        assert len(reply.scheduled[0].new_block_ids) == STEP_BLOCKS
+        (blocks,) = reply.scheduled[0].new_block_ids
+        assert len(blocks) == STEP_BLOCKS
         assert after.num_free_blocks == reply.num_free_blocks + STEP_BLOCKS
     assert service.state.index.num_keys() == 2 * STEP_BLOCKS
 
