@@ -66,7 +66,7 @@ def fetch_cache(cached: ModelCache, token_ids: list[int]) -> DynamicCache:
     shape = (2, len(token_ids), identity.num_kv_heads, identity.head_size)
     layers = [torch.empty(shape) for _ in range(identity.num_layers)]
     # The last token is always computed: its logits choose the first new one.
-    num_tokens = min(cached.fetch(token_ids, into=layers), len(token_ids) - 1)
+    num_tokens = cached.fetch(token_ids[:-1], into=layers)
     cache = DynamicCache()
     if num_tokens:
         for index, layer in enumerate(layers):

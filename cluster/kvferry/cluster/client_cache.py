@@ -98,10 +98,13 @@ class ModelCache:
     ) -> int:
         """Copy the longest cached prefix into the front of `into`; return its number of tokens.
 
-        Every block is verified before it is written, and only whole blocks are; what lies behind
-        the prefix, or before the window or chunk of a layer, is untouched. A holder that fails, or
-        is slow, shortens the prefix; unless all layers are of one group without a window or chunk,
-        it shortens it to nothing, and returned is 0 although some blocks were written.
+        Every block is verified before it is written, and only whole blocks are. What lies behind
+        the prefix is untouched, and in layers with a window or a chunk also what the token after
+        the prefix cannot attend to: who needs the logits of the last token fetches
+        `token_ids[:-1]`.
+
+        A holder that fails, or is slow, shortens the prefix. With several groups of layers, or a
+        window or a chunk, it shortens it to nothing: 0 comes back although blocks were written.
 
         Args:
             token_ids: the prompt.
@@ -137,9 +140,11 @@ class ModelCache:
 
         Blocks that the receiving instance holds are not sent again, and nothing is sent when
         somebody holds them all. Stores are preferred, then the instance with most free blocks that
-        accepts. Fewer tokens than the full blocks' come back when the transfer ended early. A layer
-        with a window or a chunk is stored, and `layers` read, only where the token after the prefix
-        still attends to; so a shorter prefix of the same tokens is one to be stored by itself.
+        accepts. Fewer tokens than the full blocks' come back when the transfer ended early.
+
+        A layer with a window or a chunk is read and stored only where the token after the prefix
+        still attends to: what was fetched can be stored again. A shorter prefix of the same tokens
+        is findable only if it is stored by itself.
 
         Args:
             token_ids: the tokens whose KV `layers` holds, from the first on.
@@ -204,7 +209,7 @@ class ModelCache:
                 placed += arrived
                 if outcome.error is not None:
                     _log.warning("a fetch ended after %d blocks: %s", placed, outcome.error)
-                    is_prefix = len(self.identity.groups) == 1 and group.kind == "full"
+                    is_prefix = self.identity.groups == (group,) and group.kind == "full"
                     return placed * self.block_tokens if is_prefix else 0
         return num_blocks * self.block_tokens
 

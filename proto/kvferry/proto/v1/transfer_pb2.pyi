@@ -197,10 +197,13 @@ class FetchRequest(google.protobuf.message.Message):
     identity_cbor: builtins.bytes
     """The caller's identity as canonical CBOR; optional, so that a mismatch can name the fields."""
     group_id: builtins.int
+    """Whose blocks are wanted: under one hash, every group has other bytes."""
     hash_bytes: builtins.int
     """Bytes of one hash: 16 or 32."""
     hashes: builtins.bytes
-    """The hashes, joined. They are a prefix chain: the answer is the resident prefix of them."""
+    """The hashes, joined. They are consecutive links of one chain: the answer is the resident prefix
+    of them. Of a group with a window or a chunk they need not begin where the chain does.
+    """
     lease_id: builtins.str
     """The lease the caller holds on the blocks, for the worker's log; "" without one."""
     incarnation: builtins.int
