@@ -138,8 +138,8 @@ class ModelCache:
     ) -> int:
         """Make the KV of the full blocks of `token_ids` findable; return the tokens held then.
 
-        Blocks that the receiving instance holds are not sent again, and nothing is sent when
-        somebody holds them all. Stores are preferred, then the instance with most free blocks that
+        The prefix that the receiving instance holds is not sent again, and nothing is sent when
+        somebody holds it whole. Stores are preferred, then the instance with most free blocks that
         accepts. Fewer tokens than the full blocks' come back when the transfer ended early.
 
         A layer with a window or a chunk is read and stored only where the token after the prefix
