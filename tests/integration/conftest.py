@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvferry.proto.errors import InstanceDiedError, UnavailableError
 from kvferry.proto.hashing import make_scheme
 from kvferry.proto.ids import Epoch, InstanceId, RequestId
 from kvferry.proto.messages import Command, InstanceInfo, Reply, Role
+from kvferry.proto.step_messages import Step
 
 BLOCK_TOKENS = 8
 
@@ -27,8 +29,14 @@ class InProcessCoordinator:
 
     def __init__(self, actor: CoordinatorActor) -> None:
         self._actor = actor
+        self.num_steps = 0
+        self.may_answer_steps = threading.Event()
+        self.may_answer_steps.set()
 
     def call(self, command: Command, *, timeout_s: float) -> Reply:
+        if isinstance(command, Step):
+            self.num_steps += 1
+            assert self.may_answer_steps.wait(timeout_s)
         return self._actor.call(command)
 
 
@@ -81,6 +89,7 @@ class Service:
     infos: dict[str, InstanceInfo] = field(default_factory=dict)
     engines: dict[str, InProcessEngine] = field(default_factory=dict)
     actors: list[RankActor] = field(default_factory=list)
+    ports: dict[str, InProcessCoordinator] = field(default_factory=dict)
     calls: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
     def settings(self, name: str, role: Role, **changes: object) -> RankSettings:
@@ -105,7 +114,8 @@ class Service:
     def add(self, name: str, role: Role, **changes: object) -> InstanceInfo:
         actor = RankActor(self.settings(name, role, **changes), lambda: "127.0.0.1")
         self.actors.append(actor)
-        info = actor.start(InProcessCoordinator(self.coordinator))
+        self.ports[name] = InProcessCoordinator(self.coordinator)
+        info = actor.start(self.ports[name])
         self.infos[name] = info
         self.engines[name] = InProcessEngine(actor)
         return info

@@ -268,3 +268,43 @@ def test_leaving_a_stream_early_aborts_the_request(service: Any) -> None:
     with_router(service.router(), leave)
     description = wait_until_idle(service)
     assert description.instances[0].num_used_blocks == 0
+
+
+def test_a_lone_decode_asks_once_for_many_tokens(service: Any) -> None:
+    service.add("d0", "decode")
+    served = with_router(service.router(), lambda r: r.serve(ask("a", prompt(9, 30), 200)))
+    require_equal(service, served)
+    # Two blocks of 8 slots are granted ahead, and the next question comes when one is used up.
+    assert service.ports["d0"].num_steps <= 200 // 8 + 3
+
+
+def test_decoding_goes_on_while_the_coordinator_is_silent(service: Any) -> None:
+    service.add("d0", "decode")
+    port = service.ports["d0"]
+
+    async def decode(router: Router) -> tuple[int, Served]:
+        events: list[int | Served] = []
+
+        async def listen() -> None:
+            async for event in router.stream(ask("a", prompt(9, 30), 100)):
+                events.append(event)
+
+        listening = asyncio.create_task(listen())
+        while len(events) < 20:
+            await asyncio.sleep(0.01)
+        port.may_answer_steps.clear()
+        before = len(events)
+        seen = -1
+        while seen != len(events):
+            seen = len(events)
+            await asyncio.sleep(0.5)
+        port.may_answer_steps.set()
+        await listening
+        served = events[-1]
+        assert isinstance(served, Served)
+        return seen - before, served
+
+    num_without_answer, served = with_router(service.router(), decode)
+    # Those of the last question's answer: half of two blocks of 8 slots.
+    assert num_without_answer >= 8
+    require_equal(service, served)

@@ -36,7 +36,7 @@ MaxTokens = Annotated[int, typer.Option(help="Tokens generated per request.")]
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Local folder or hub id of a Llama, Qwen2 or Qwen3 kind of model; by default "
+        help="Local folder or hub id of a Llama, Qwen2, Qwen3 or Gemma 3 model; by default "
         "SmolLM2-135M-Instruct, downloaded once."
     ),
 ]
