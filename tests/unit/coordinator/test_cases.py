@@ -68,6 +68,39 @@ def test_b11c_blocks_of_a_request_aborted_before_they_were_written_are_not_found
     assert fleet.admit("w0", admit("r2", "xy")).num_computed_tokens == 0
 
 
+def test_b14a_a_worker_that_let_its_memory_go_comes_back_with_no_hits() -> None:
+    # Whoever zeroes its tensors begins a new life: data and index end together.
+    fleet = Fleet()
+    fleet.register("w0")
+    fleet.cache("w0", "xy", request="r0")
+    assert fleet.locate("xy") == {"w0": 2}
+    fleet.register("w0", incarnation=2)
+    assert fleet.locate("xy") == {"w0": 0}
+    assert fleet.admit("w0", admit("r1", "xy")).num_computed_tokens == 0
+
+
+def test_b14b_a_reset_while_a_block_is_held_says_so_and_changes_nothing() -> None:
+    manager = full_cache(8, 4, 100)
+    allocate(manager, request("r0", "xy", 8))
+    manager.free(RequestId("r0"))
+    allocate(manager, request("r2", "p", 4))
+    assert manager.reset_prefix_cache() is False
+    assert manager.get_computed_blocks(request("r1", "xy", 9))[1] == 8
+    manager.free(RequestId("r2"))
+    assert manager.reset_prefix_cache() is True
+    assert manager.get_computed_blocks(request("r1", "xy", 9))[1] == 0
+
+
+def test_b14c_what_an_unreachable_worker_held_is_no_hit() -> None:
+    fleet = Fleet()
+    for name in ("w1", "w2"):
+        fleet.register(name)
+    fleet.cache("w2", "xy")
+    assert fleet.remove("w2")
+    assert fleet.locate("xy") == {"w1": 0}
+    assert fleet.step("w1", waiting=(admit("r1", "xy"),)).loads == ()
+
+
 def test_b15_freeing_twice_is_counted_and_corrupts_nothing() -> None:
     pool = BlockPool(6)
     assert pool.get_new_blocks(1) == [1]
