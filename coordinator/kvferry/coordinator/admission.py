@@ -121,7 +121,6 @@ class _Admission:
             lease_id=lease.lease_id,
             hit_tokens=hit.num_tokens,
             asked_tokens=num_held * block_tokens,
-            first_admission=not ask.resumed,
         )
         self.outcome.loads.append(
             Load(
@@ -139,6 +138,9 @@ class _Admission:
     def _enter(self, ask: AdmitAsk, request: RequestState, hit: _Hit) -> None:
         request.num_computed_tokens = hit.num_tokens
         self.instance.requests[ask.request_id] = request
-        self.instance.manager.record_admission(request, hit.num_tokens)
-        if not ask.resumed:
-            self.state.counters["local_hit_tokens"] += hit.num_tokens
+        self.instance.accounts.admitted(
+            ask.request_id,
+            asked_tokens=ask.target_tokens,
+            hit_tokens=hit.num_tokens,
+            resumed=ask.resumed,
+        )

@@ -3,9 +3,10 @@
 Decides which block is evicted next; knows nothing of requests.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvferry.coordinator.block_hashes import BlockHashes
+from kvferry.coordinator.block_sampling import BlockSampler
 from kvferry.coordinator.free_queue import FreeQueue
 from kvferry.coordinator.pool_events import (
     Cleared,
@@ -56,6 +57,7 @@ class BlockPool:
         self.enable_caching = enable_caching
         self.record_events = record_events
         self.num_refused_frees = 0
+        self.sampler: BlockSampler | None = None
         self._unhashed_first = unhashed_first
         # A list, not an array: it is read and written twice as fast.
         self._ref_counts = [0] * num_blocks
@@ -145,9 +147,11 @@ class BlockPool:
         counts = self._ref_counts
         for block in taken:
             counts[block] = 1
+        if self.sampler is not None:
+            self.sampler.handed_out(taken)
         return taken
 
-    def touch(self, block_ids: Iterable[BlockId]) -> None:
+    def touch(self, block_ids: Collection[BlockId]) -> None:
         """Add one reference to each block, taking unreferenced ones out of the free queue.
 
         Raises:
@@ -155,6 +159,8 @@ class BlockPool:
                 touched already.
 
         """
+        if self.sampler is not None:
+            self.sampler.used(block_ids)
         counts, carried = self._ref_counts, self._hashes.carried
         for block in block_ids:
             count = counts[block]
@@ -305,6 +311,8 @@ class BlockPool:
                 )
             known[block] = None
         self._forget(list(known))
+        if self.sampler is not None:
+            self.sampler.evicted(known)
 
     def reset(self) -> bool:
         """Forget every hash, and tell whether that was done: not while a block is in use."""

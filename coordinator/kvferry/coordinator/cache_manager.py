@@ -244,6 +244,8 @@ class CacheManager:
         done = self.pool.reset()
         if done:
             self._stats.reset = True
+            if self.pool.sampler is not None:
+                self.pool.sampler.forget()
         return done
 
     def take_stats(self) -> PrefixCacheStats:

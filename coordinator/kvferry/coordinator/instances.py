@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvferry.coordinator.block_sampling import BlockSampler
 from kvferry.coordinator.cache_config import CacheConfig
 from kvferry.coordinator.cache_manager import CacheManager
 from kvferry.coordinator.hit_finders import GroupBlocks
 from kvferry.coordinator.prefix_rules import rules_of
 from kvferry.coordinator.request_state import RequestState
+from kvferry.coordinator.token_accounts import TokenAccounts
 from kvferry.proto.group_specs import specs_of
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, LeaseId, RequestId
+from kvferry.proto.instance_stats import InstanceStats
 from kvferry.proto.messages import InstanceInfo
 from kvferry.proto.step_messages import Source
 
@@ -25,7 +28,6 @@ class LoadInFlight:
     lease_id: LeaseId
     hit_tokens: int
     asked_tokens: int
-    first_admission: bool
     cancelled: bool = False
     released: bool = False
 
@@ -48,10 +50,10 @@ class Instance:
     """State of one instance in one life.
 
     `requests` holds running and loading requests; `loads` those of them whose blocks are still
-    being fetched, oldest first.
+    being fetched, oldest first. `sampler`, if any, follows the blocks of its pool.
     """
 
-    def __init__(self, info: InstanceInfo) -> None:
+    def __init__(self, info: InstanceInfo, sampler: BlockSampler | None = None) -> None:
         self.info = info
         self.identity_digest = info.identity.digest()
         self.block_tokens = info.layout.virtual_block_tokens
@@ -66,6 +68,8 @@ class Instance:
                 max_in_flight_tokens=info.max_in_flight_tokens or None,
             )
         )
+        self.manager.pool.sampler = sampler
+        self.accounts = TokenAccounts()
         self.requests: dict[RequestId, RequestState] = {}
         self.loads: dict[RequestId, LoadInFlight] = {}
         self.reservations: dict[LeaseId, Reservation] = {}
@@ -94,6 +98,13 @@ class Instance:
         """Whether a load that ended early is of use: its blocks are a prefix of every group's."""
         return len(self.rules) == 1 and self.rules[0].needs_all
 
+    def stats(self) -> InstanceStats:
+        """Return what this instance's requests and blocks have done since it registered."""
+        first, preempted = self.accounts.read()
+        sampler = self.manager.pool.sampler
+        residency = None if sampler is None else sampler.read()
+        return InstanceStats(first=first, preempted=preempted, residency=residency)
+
     def tables(self, request_id: RequestId) -> tuple[tuple[BlockId, ...], ...]:
         """Return a request's blocks per group in order of its tokens, null where one is skipped."""
         return tuple(tuple(blocks) for blocks in self.manager.block_table(request_id))
@@ -105,6 +116,7 @@ class Instance:
     def forget_request(self, request_id: RequestId) -> None:
         """Free a request's blocks and drop it."""
         self.manager.free(request_id)
+        self.accounts.ended(request_id)
         del self.requests[request_id]
 
 

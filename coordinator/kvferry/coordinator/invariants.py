@@ -28,6 +28,7 @@ def check(service: CoordinatorService) -> None:
         _check_index(instance)
         _check_owners(state, instance)
         _check_written(instance)
+        _check_accounts(instance)
     _check_locations(state)
     _check_promises(state)
 
@@ -113,6 +114,16 @@ def _check_written(instance: Instance) -> None:
                 raise InvariantError(f"{name}: reserved block {reserved} is findable")
     loading = set(instance.loads)
     _require_equal(f"{name}: loads of unknown requests", loading - set(instance.requests), set())
+
+
+def _check_accounts(instance: Instance) -> None:
+    stats, name = instance.stats(), instance.info.instance_id
+    pending = stats.first.pending + stats.preempted.pending
+    _require_equal(
+        f"{name}: requested tokens that have not come", pending, instance.accounts.num_pending()
+    )
+    for counts in (stats.first, stats.preempted):
+        _require_equal(f"{name}: hit rate within 0..1", 0.0 <= counts.hit_rate <= 1.0, True)
 
 
 def _check_locations(state: ServiceState) -> None:

@@ -6,6 +6,7 @@ Single-threaded, without clock, I/O or randomness; the shells and the simulator 
 from collections import OrderedDict
 
 from kvferry.coordinator import invariants
+from kvferry.coordinator.block_sampling import BlockSampler, require_sample_every
 from kvferry.coordinator.handoff import Handoff, HandoffEvent
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.leases import Lease, require_ttl
@@ -60,6 +61,7 @@ class CoordinatorService:
         expected_identity: the only identity that may join; None admits any.
         lease_cap_s: longest life of a lease, renewals included.
         step_lease_s: how long the source of a load is leased.
+        sample_block_every: follow every n-th block that a pool hands out; None: none.
         check_invariants: check everything after every command (slow; for tests).
 
     """
@@ -72,20 +74,25 @@ class CoordinatorService:
         expected_identity: Identity | None = None,
         lease_cap_s: float = 300.0,
         step_lease_s: float = 60.0,
+        sample_block_every: int | None = None,
         check_invariants: bool = False,
     ) -> None:
         """Start empty.
 
         Raises:
             BadInputError: a duration that is not a positive number of seconds.
+            ConfigError: `sample_block_every` is not a positive integer.
 
         """
+        if sample_block_every is not None:
+            require_sample_every(sample_block_every)
         require_ttl("step_lease_s", step_lease_s)
         self.scheme = scheme
         self.epoch = epoch
         self.state = ServiceState(epoch, lease_cap_s)
         self._expected_identity = expected_identity
         self._step_lease_s = step_lease_s
+        self._sample_block_every = sample_block_every
         self._check_invariants = check_invariants
         self._replies: OrderedDict[tuple[type, str], tuple[Reply, int]] = OrderedDict()
 
@@ -99,6 +106,7 @@ class CoordinatorService:
                 past its deadline has ended.
 
         """
+        self.state.moment.now_s = now
         expired = self.state.expire(now)
         reply = self._remembered(command)
         if reply is None:
@@ -186,9 +194,14 @@ class CoordinatorService:
                 "instance_replaced",
                 f"{info.instance_id}: incarnation {known.info.incarnation} by {info.incarnation}",
             )
-        self.state.add_instance(Instance(info))
+        self.state.add_instance(Instance(info, self._new_sampler()))
         self.state.note("instance_registered", f"{info.instance_id} at {info.address}")
         return Registered(epoch=self.epoch)
+
+    def _new_sampler(self) -> BlockSampler | None:
+        if self._sample_block_every is None:
+            return None
+        return BlockSampler(self._sample_block_every, self.state.moment)
 
     def _require_incarnation(self, known: Instance, incarnation: Incarnation) -> None:
         if incarnation != known.info.incarnation:
@@ -324,6 +337,7 @@ def _status(instance: Instance) -> InstanceStatus:
         num_free_blocks=pool.num_free_blocks,
         num_cached_blocks=sum(len(blocks) for _, blocks in pool.index_items()),
         num_requests=instance.num_requests,
+        stats=instance.stats(),
     )
 
 

@@ -5,6 +5,7 @@ Used by the service, the step and the checks; decides no policy.
 
 from collections import Counter
 
+from kvferry.coordinator.block_sampling import Moment
 from kvferry.coordinator.handoff import Handoff, HandoffEvent
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.leases import Lease, LeaseTable
@@ -23,8 +24,6 @@ from kvferry.proto.messages import Effect
 
 # Shown from the start, so that a reader can tell "never" from "not counted".
 COUNTERS = (
-    "local_hit_tokens",
-    "remote_hit_tokens",
     "preemptions",
     "cancelled_loads",
     "failed_loads",
@@ -42,6 +41,7 @@ class ServiceState:
 
     def __init__(self, epoch: Epoch, lease_cap_s: float) -> None:
         self.epoch = epoch
+        self.moment = Moment()
         self.instances: dict[InstanceId, Instance] = {}
         self.index = LocationIndex()
         self.leases = LeaseTable(epoch, lease_cap_s)

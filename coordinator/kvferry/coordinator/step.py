@@ -83,8 +83,7 @@ def _end_load(
     request = instance.requests[result.request_id]
     request.num_computed_tokens = result.num_computed_tokens
     instance.manager.cache_blocks(request, result.num_computed_tokens)
-    if load.first_admission:
-        state.counters["remote_hit_tokens"] += result.num_computed_tokens - load.hit_tokens
+    instance.accounts.loaded(result.request_id, result.num_computed_tokens)
     state.move_decode_handoff(instance, result.request_id, HandoffEvent.FINISHED)
 
 
@@ -98,6 +97,7 @@ def _follow(state: ServiceState, instance: Instance, progress: Progress) -> None
     if request.content is not None:
         request.content.tokens.extend(progress.new_tokens)
     request.num_computed_tokens = progress.num_computed_tokens
+    instance.accounts.computed(progress.request_id, progress.num_computed_tokens)
     instance.manager.cache_blocks(request, progress.num_computed_tokens)
 
 

@@ -35,6 +35,7 @@ from kvferry.proto.messages import (
     Role,
 )
 from kvferry.proto.scheme import Algorithm, HashScheme, KeyFormat
+from kvferry.proto.stats_codec import stats_from_pb, stats_to_pb
 from kvferry.proto.step_messages import Source
 from kvferry.proto.v1 import control_pb2 as pb
 
@@ -338,6 +339,7 @@ def _instance_to_pb(status: InstanceStatus) -> pb.Instance:
         num_free_blocks=status.num_free_blocks,
         num_cached_blocks=status.num_cached_blocks,
         num_requests=status.num_requests,
+        stats=stats_to_pb(status.stats),
     )
 
 
@@ -362,4 +364,5 @@ def _instance_from_pb(message: pb.Instance) -> InstanceStatus:
         num_free_blocks=message.num_free_blocks,
         num_cached_blocks=message.num_cached_blocks,
         num_requests=message.num_requests,
+        stats=stats_from_pb(message.stats),
     )

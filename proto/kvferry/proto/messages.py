@@ -24,6 +24,7 @@ from kvferry.proto.ids import (
     LeaseId,
     RequestId,
 )
+from kvferry.proto.instance_stats import InstanceStats
 from kvferry.proto.layout import Layout
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import Source, Step, StepReply
@@ -228,6 +229,7 @@ class InstanceStatus:
     num_free_blocks: int
     num_cached_blocks: int
     num_requests: int
+    stats: InstanceStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from kvferry.proto.ids import (
     LeaseId,
     RequestId,
 )
+from kvferry.proto.instance_stats import InstanceStats
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
     AcquireLease,
@@ -285,6 +286,10 @@ class Fleet:
 
     def describe(self) -> Description:
         return self.ask(Describe(), Description)
+
+    def stats(self, name: str) -> InstanceStats:
+        (found,) = [i for i in self.describe().instances if i.info.instance_id == name]
+        return found.stats
 
     def num_free(self, name: str) -> int:
         return self.service.state.instance(InstanceId(name)).manager.pool.num_free_blocks

@@ -36,7 +36,9 @@ class ServiceMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fleet = Fleet(identity=self.identity, step_lease_s=5.0, lease_cap_s=20.0)
+        self.fleet = Fleet(
+            identity=self.identity, step_lease_s=5.0, lease_cap_s=20.0, sample_block_every=2
+        )
         self.engines: dict[str, EngineModel] = {}
         self.lives: Counter[str] = Counter()
         self.reservations: list[tuple[str, LeaseId, int]] = []
@@ -154,6 +156,8 @@ class ServiceMachine(RuleBasedStateMachine):
         self.fleet.send(Tick())
         for name in self.engines:
             assert self.fleet.num_free(name) == self.num_blocks - 1
+            stats = self.fleet.stats(name)
+            assert (stats.first.pending, stats.preempted.pending) == (0, 0)
         assert self.fleet.describe().num_leases == 0
         assert self.fleet.describe().num_handoffs == 0
 

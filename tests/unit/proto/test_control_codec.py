@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -6,6 +8,7 @@ from kvferry.proto import control_codec as codec
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import BlockHash, Epoch, Incarnation, InstanceId, LeaseId
+from kvferry.proto.instance_stats import Histogram, InstanceStats, Residency, TokenCounts
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
     AcquireLease,
@@ -141,16 +144,33 @@ def test_a_description_keeps_every_field() -> None:
         rank_pids=(12, 34),
         version="0.1.0",
     )
+    histogram = Histogram(upper_ends_s=(0.5, 2.0), counts=(1, 0, 4), sum_s=12.25)
+    stats = InstanceStats(
+        first=TokenCounts(
+            requests=3, requested=90, local_hit=16, remote_hit=32, computed=7, abandoned=5
+        ),
+        preempted=TokenCounts(requests=1, requested=20, local_hit=16),
+        residency=Residency(
+            lifetime=histogram,
+            idle=Histogram(upper_ends_s=(0.5,), counts=(5, 0), sum_s=0.125),
+            reuse_gap=Histogram(upper_ends_s=(0.5,), counts=(0, 0), sum_s=0.0),
+        ),
+    )
     status = InstanceStatus(
-        info=info, num_used_blocks=1, num_free_blocks=99, num_cached_blocks=42, num_requests=3
+        info=info,
+        num_used_blocks=1,
+        num_free_blocks=99,
+        num_cached_blocks=42,
+        num_requests=3,
+        stats=stats,
     )
     description = Description(
         epoch=Epoch(9),
         scheme=SCHEME,
-        instances=(status,),
+        instances=(status, replace(status, stats=InstanceStats())),
         num_leases=4,
         num_handoffs=5,
-        counters={"local_hit_tokens": 7, "steps": 0},
+        counters={"preemptions": 7, "steps": 0},
     )
 
     message = codec.description_to_pb(description)

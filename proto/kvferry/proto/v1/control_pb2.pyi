@@ -197,6 +197,7 @@ class Instance(google.protobuf.message.Message):
     NUM_FREE_BLOCKS_FIELD_NUMBER: builtins.int
     NUM_CACHED_BLOCKS_FIELD_NUMBER: builtins.int
     NUM_REQUESTS_FIELD_NUMBER: builtins.int
+    STATS_FIELD_NUMBER: builtins.int
     role: builtins.str
     """"prefill", "decode" or "store"."""
     identity_cbor: builtins.bytes
@@ -223,6 +224,10 @@ class Instance(google.protobuf.message.Message):
     def rank_pids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Process ids of its ranks on their own hosts, rank 0 first."""
 
+    @property
+    def stats(self) -> Global___Stats:
+        """What it has done since it registered."""
+
     def __init__(
         self,
         *,
@@ -239,11 +244,144 @@ class Instance(google.protobuf.message.Message):
         num_free_blocks: builtins.int = ...,
         num_cached_blocks: builtins.int = ...,
         num_requests: builtins.int = ...,
+        stats: Global___Stats | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["scheme", b"scheme", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_tokens", b"block_tokens", "identity_cbor", b"identity_cbor", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["scheme", b"scheme", "source", b"source", "stats", b"stats"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["block_tokens", b"block_tokens", "identity_cbor", b"identity_cbor", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "stats", b"stats", "version", b"version"]) -> None: ...
 
 Global___Instance: typing_extensions.TypeAlias = Instance
+
+@typing.final
+class Stats(google.protobuf.message.Message):
+    """Where the KV of requests' tokens came from, and how long blocks kept theirs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: builtins.int
+    PREEMPTED_FIELD_NUMBER: builtins.int
+    RESIDENCY_FIELD_NUMBER: builtins.int
+    @property
+    def first(self) -> Global___TokenCounts:
+        """Of requests at their first admission."""
+
+    @property
+    def preempted(self) -> Global___TokenCounts:
+        """Of requests that come back after a preemption; in no other count."""
+
+    @property
+    def residency(self) -> Global___Residency:
+        """Absent where blocks are not sampled."""
+
+    def __init__(
+        self,
+        *,
+        first: Global___TokenCounts | None = ...,
+        preempted: Global___TokenCounts | None = ...,
+        residency: Global___Residency | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["first", b"first", "preempted", b"preempted", "residency", b"residency"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["first", b"first", "preempted", b"preempted", "residency", b"residency"]) -> None: ...
+
+Global___Stats: typing_extensions.TypeAlias = Stats
+
+@typing.final
+class TokenCounts(google.protobuf.message.Message):
+    """requested = local_hit + remote_hit + computed + abandoned + what requests still here wait for."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: builtins.int
+    REQUESTED_TOKENS_FIELD_NUMBER: builtins.int
+    LOCAL_HIT_TOKENS_FIELD_NUMBER: builtins.int
+    REMOTE_HIT_TOKENS_FIELD_NUMBER: builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    ABANDONED_TOKENS_FIELD_NUMBER: builtins.int
+    requests: builtins.int
+    """Requests admitted; one that asks several times until it fits counts once."""
+    requested_tokens: builtins.int
+    local_hit_tokens: builtins.int
+    """Found at the instance itself."""
+    remote_hit_tokens: builtins.int
+    """Fetched from a peer."""
+    computed_tokens: builtins.int
+    abandoned_tokens: builtins.int
+    """Not in place yet when the request ended or was preempted."""
+    def __init__(
+        self,
+        *,
+        requests: builtins.int = ...,
+        requested_tokens: builtins.int = ...,
+        local_hit_tokens: builtins.int = ...,
+        remote_hit_tokens: builtins.int = ...,
+        computed_tokens: builtins.int = ...,
+        abandoned_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abandoned_tokens", b"abandoned_tokens", "computed_tokens", b"computed_tokens", "local_hit_tokens", b"local_hit_tokens", "remote_hit_tokens", b"remote_hit_tokens", "requested_tokens", b"requested_tokens", "requests", b"requests"]) -> None: ...
+
+Global___TokenCounts: typing_extensions.TypeAlias = TokenCounts
+
+@typing.final
+class Residency(google.protobuf.message.Message):
+    """Sampled blocks, from when they were handed out to when their content was evicted or overwritten."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LIFETIME_FIELD_NUMBER: builtins.int
+    IDLE_FIELD_NUMBER: builtins.int
+    REUSE_GAP_FIELD_NUMBER: builtins.int
+    @property
+    def lifetime(self) -> Global___Histogram:
+        """The whole time."""
+
+    @property
+    def idle(self) -> Global___Histogram:
+        """Since the last use."""
+
+    @property
+    def reuse_gap(self) -> Global___Histogram:
+        """Between two uses, over the last four of each block."""
+
+    def __init__(
+        self,
+        *,
+        lifetime: Global___Histogram | None = ...,
+        idle: Global___Histogram | None = ...,
+        reuse_gap: Global___Histogram | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["idle", b"idle", "lifetime", b"lifetime", "reuse_gap", b"reuse_gap"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["idle", b"idle", "lifetime", b"lifetime", "reuse_gap", b"reuse_gap"]) -> None: ...
+
+Global___Residency: typing_extensions.TypeAlias = Residency
+
+@typing.final
+class Histogram(google.protobuf.message.Message):
+    """How often durations were how long."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UPPER_ENDS_S_FIELD_NUMBER: builtins.int
+    COUNTS_FIELD_NUMBER: builtins.int
+    SUM_S_FIELD_NUMBER: builtins.int
+    sum_s: builtins.float
+    """All durations added up."""
+    @property
+    def upper_ends_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Upper ends of the buckets in seconds, ascending."""
+
+    @property
+    def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """One per end, and one of the durations beyond all ends."""
+
+    def __init__(
+        self,
+        *,
+        upper_ends_s: collections.abc.Iterable[builtins.float] | None = ...,
+        counts: collections.abc.Iterable[builtins.int] | None = ...,
+        sum_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counts", b"counts", "sum_s", b"sum_s", "upper_ends_s", b"upper_ends_s"]) -> None: ...
+
+Global___Histogram: typing_extensions.TypeAlias = Histogram
 
 @typing.final
 class LocateRequest(google.protobuf.message.Message):
