@@ -6,7 +6,7 @@ import random
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from kvferry.cluster import naming, ray_cluster
-from kvferry.cluster.config import ServiceConfig
+from kvferry.cluster.client import connect
+from kvferry.cluster.config import KvEventsConfig, ServiceConfig
 from kvferry.cluster.ray_handles import RayCoordinator, get
 from kvferry.cluster.ray_launcher import RayService
 from kvferry.cluster.serving.rank_actor import RankActor
@@ -58,7 +59,13 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def config(tiny_model: Path) -> ServiceConfig:
-    return ServiceConfig(model=str(tiny_model), num_decode=1, block_tokens=BLOCK_TOKENS)
+    return ServiceConfig(
+        model=str(tiny_model),
+        num_decode=1,
+        block_tokens=BLOCK_TOKENS,
+        kv_events=KvEventsConfig(),
+        sample_block_every=1,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +170,23 @@ def join_by_hand(service: RayService, *, hash_seed: str = "0", **changes: Any) -
         get(actor.start.remote(port), timeout_s=60, who="instance decode-9")
     finally:
         ray_api.kill(actor)
+
+
+def test_what_instances_hold_and_did_is_read_through_the_client(service: RayService) -> None:
+    require_serves(service, "told")
+    with (
+        connect(service.control_address) as ferry,
+        closing(ferry.events(InstanceId("decode-0"))) as reader,
+    ):
+        deadline = time.monotonic() + 20
+        while len(reader.held) < 2:  # of 40 tokens in blocks of 16
+            assert time.monotonic() < deadline
+            reader.poll(0.1)
+        stats = {i.info.instance_id: i.stats for i in ferry.describe().instances}
+    decode = stats[InstanceId("decode-0")]
+    assert decode.first.remote_hit >= 32
+    assert decode.first.requests * 40 == decode.first.requested
+    assert decode.residency is not None
 
 
 # -- B57: what cannot be placed -------------------------------------------------------------------

@@ -16,8 +16,10 @@ from typing import Self
 from kvferry.cluster.client_cache import Hit, ModelCache
 from kvferry.cluster.client_lease import Lease
 from kvferry.cluster.control_client import ControlClient
-from kvferry.proto.errors import BadInputError
+from kvferry.cluster.kv_events_subscriber import KvEventsSubscriber, SubscriberSettings
+from kvferry.proto.errors import BadInputError, NotFoundError
 from kvferry.proto.identity import Identity, identity_to_plain, require_equal_identities
+from kvferry.proto.ids import InstanceId
 from kvferry.proto.messages import Describe, Description
 from kvferry.proto.scheme import HashScheme
 from kvferry.worker.transfer_client import TransferClient
@@ -79,6 +81,33 @@ class Ferry:
             UnavailableError, DeadlineError: the service does not answer.
         """
         return tuple(dict.fromkeys(status.info.identity for status in self.describe().instances))
+
+    def events(self, instance_id: InstanceId) -> KvEventsSubscriber:
+        """Return a reader of one instance's KV events, to be polled and closed by the caller.
+
+        It begins with what the instance's publisher remembers; `held` is what the instance has.
+
+        Raises:
+            NotFoundError: no such instance, or its events cannot be read.
+            UnavailableError, DeadlineError: the service does not answer.
+        """
+        places = {
+            status.info.instance_id: status.kv_events
+            for status in self.describe().instances
+            if status.kv_events is not None
+        }
+        place = places.get(instance_id)
+        if place is None:
+            raise NotFoundError(
+                "no KV events of this instance", given=instance_id, allowed=sorted(places)
+            )
+        return KvEventsSubscriber(
+            SubscriberSettings(
+                endpoint=place.endpoint,
+                replay_endpoint=place.replay_endpoint,
+                topic=place.topic,
+            )
+        )
 
     def model(self, identity: Identity) -> "ModelCache":
         """Return the cache of one identity.

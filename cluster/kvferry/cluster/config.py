@@ -7,10 +7,63 @@ from typing import get_args
 from kvferry.cluster.serving.limits import Policy
 from kvferry.proto.bind import is_loopback, require_safe_bind
 from kvferry.proto.errors import ConfigError
+from kvferry.proto.kv_events import HashForm
+from kvferry.proto.kv_events_codec import EventEncoding
+from kvferry.proto.kv_events_endpoint import (
+    binds_by_vllm_rule,
+    endpoint_of_rank,
+    require_safe_endpoint,
+)
 from kvferry.proto.scheme import Algorithm, KeyFormat
 
 MAX_PORT = 65535
 MAX_DIGITS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEventsConfig:
+    """How the coordinator publishes the KV events of its instances (docs/kv-events.md).
+
+    Raises:
+        ConfigError: a value is out of range; the message names it.
+    """
+
+    endpoint: str = "tcp://127.0.0.1:*"
+    """Where the first instance's events are published; the port of the next one is one higher,
+    unless the system chooses (`*`)."""
+
+    replay_endpoint: str | None = "tcp://127.0.0.1:*"
+    """Where replays are asked for, counted likewise; None offers none."""
+
+    bind: bool | None = None
+    """Listen at `endpoint` (True), connect to a reader there (False), or go by vLLM's rule."""
+
+    hash_form: HashForm = "uint64"
+    """Hashes as 64-bit numbers, which all readers know, or as all of their `bytes`."""
+
+    encoding: EventEncoding = "map"
+    """`map` for readers made for vLLM from 0.24 on, `array` for earlier ones."""
+
+    buffer_batches: int = 10_000
+    """Batches per instance that are remembered for replays."""
+
+    def __post_init__(self) -> None:
+        _one_of("hash_form", self.hash_form, get_args(HashForm))
+        _one_of("encoding", self.encoding, get_args(EventEncoding))
+        _at_least(self, 1, "buffer_batches")
+
+    def require_usable(self, *, insecure: bool, num_instances: int) -> None:
+        """Refuse endpoints at which not all instances of a service could be published.
+
+        Raises:
+            ConfigError: not an endpoint, or one that cannot be shared out.
+            InsecureBindError: it listens beyond loopback and `insecure` is False.
+        """
+        listens = binds_by_vllm_rule(self.endpoint) if self.bind is None else self.bind
+        for endpoint in (self.endpoint if listens else None, self.replay_endpoint):
+            if endpoint is not None:
+                require_safe_endpoint(endpoint, insecure)
+                endpoint_of_rank(endpoint, num_instances - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +125,12 @@ class ServiceConfig:
     start_timeout_s: float = 120.0
     """Time for all actors to be placed, load the model and register."""
 
+    kv_events: KvEventsConfig | None = None
+    """Publish what every instance has cached; None publishes nothing."""
+
+    sample_block_every: int | None = None
+    """Follow every n-th block handed out for the residency histograms; None follows none."""
+
     def __post_init__(self) -> None:
         _at_least(
             self, 1, "num_prefill", "num_decode", "block_tokens", "token_budget", "max_running"
@@ -102,6 +161,10 @@ class ServiceConfig:
                 allowed="local, auto or host:port",
             )
         require_safe_bind(self.bind, self.insecure)
+        if self.sample_block_every is not None:
+            _at_least(self, 1, "sample_block_every")
+        if self.kv_events is not None:
+            self.kv_events.require_usable(insecure=self.insecure, num_instances=self.num_instances)
 
     def with_model(self, model: str) -> "ServiceConfig":
         """Return the same settings for another model."""
@@ -149,7 +212,7 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"unknown {name}", given=str(value), allowed=list(allowed))
 
 
-def _at_least(config: ServiceConfig, smallest: int, *names: str) -> None:
+def _at_least(config: ServiceConfig | KvEventsConfig, smallest: int, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if type(value) is not int or value < smallest:

@@ -21,6 +21,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvferry.cluster import naming, ray_cluster
 from kvferry.cluster.config import ServiceConfig, require_reachable_bind
+from kvferry.cluster.kv_events_outlet import KvEventsOutlet
+from kvferry.cluster.kv_events_publisher import PublisherSettings
 from kvferry.cluster.ray_handles import (
     RayAsyncCoordinator,
     RayCoordinator,
@@ -148,17 +150,36 @@ class RayService:
         actor = remote(num_cpus=0, max_restarts=0, max_task_retries=0)(RayCoordinatorActor)
         self._coordinator = actor.options(
             name=naming.coordinator_name(self._service_id), runtime_env=self._environment(1)
-        ).remote(scheme=self.scheme, epoch=Epoch(1), expected_identity=self.identity)
+        ).remote(
+            scheme=self.scheme,
+            epoch=Epoch(1),
+            expected_identity=self.identity,
+            sample_block_every=config.sample_block_every,
+        )
         front = functools.partial(
             ControlServer, bind=config.bind, port=config.port, insecure=config.insecure
         )
-        ref: Any = self._coordinator.start.remote(front=front)
+        ref: Any = self._coordinator.start.remote(front=front, outlet=self._outlet())
         get(ref, timeout_s=COORDINATOR_START_TIMEOUT_S, who="the coordinator")
         address = self._coordinator.front_address.remote()
         self.control_address = get(
             address, timeout_s=COORDINATOR_START_TIMEOUT_S, who="the coordinator"
         )
         return self._coordinator
+
+    def _outlet(self) -> Callable[[], KvEventsOutlet] | None:
+        events = self.config.kv_events
+        if events is None:
+            return None
+        settings = PublisherSettings(
+            endpoint=events.endpoint,
+            replay_endpoint=events.replay_endpoint,
+            bind=events.bind,
+            insecure=self.config.insecure,
+            encoding=events.encoding,
+            buffer_batches=events.buffer_batches,
+        )
+        return functools.partial(KvEventsOutlet, settings, events.hash_form, ray_cluster.node_host)
 
     def _place_rank(self, role: Role, index: int, share: float, deadline: float) -> None:
         config = self.config

@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
     Blocks that hold nothing findable are left out, so there may be none. `parent` is the hash
     before the run's first block, None at the start of a chain. `block_tokens` is what one hash of
-    the event covers. Without `origin` the blocks were not filled by a request.
+    the event covers. `content` is None where only hashes were told.
     """
 
     block_ids: tuple[BlockId, ...]

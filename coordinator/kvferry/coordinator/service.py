@@ -7,11 +7,13 @@ from collections import OrderedDict
 
 from kvferry.coordinator import invariants
 from kvferry.coordinator.block_sampling import BlockSampler, require_sample_every
+from kvferry.coordinator.event_snapshot import snapshot_events
 from kvferry.coordinator.handoff import Handoff, HandoffEvent
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.leases import Lease, require_ttl
+from kvferry.coordinator.pool_events import Cleared, PoolEvent
 from kvferry.coordinator.registration import check_registration, require_same_member
-from kvferry.coordinator.state import ServiceState
+from kvferry.coordinator.state import InstanceEvents, ServiceState
 from kvferry.coordinator.step import apply_step
 from kvferry.coordinator.storing import end_reservation, reserve
 from kvferry.proto.errors import (
@@ -62,6 +64,8 @@ class CoordinatorService:
         lease_cap_s: longest life of a lease, renewals included.
         step_lease_s: how long the source of a load is leased.
         sample_block_every: follow every n-th block that a pool hands out; None: none.
+        tells_pool_events: keep what the pools do until `take_pool_events` is called, as must be
+            done after every command; engines are asked to tell their requests' content.
         check_invariants: check everything after every command (slow; for tests).
 
     """
@@ -75,6 +79,7 @@ class CoordinatorService:
         lease_cap_s: float = 300.0,
         step_lease_s: float = 60.0,
         sample_block_every: int | None = None,
+        tells_pool_events: bool = False,
         check_invariants: bool = False,
     ) -> None:
         """Start empty.
@@ -89,7 +94,8 @@ class CoordinatorService:
         require_ttl("step_lease_s", step_lease_s)
         self.scheme = scheme
         self.epoch = epoch
-        self.state = ServiceState(epoch, lease_cap_s)
+        self.state = ServiceState(epoch, lease_cap_s, tells_pool_events=tells_pool_events)
+        self._registered = Registered(epoch=epoch, wants_content=tells_pool_events)
         self._expected_identity = expected_identity
         self._step_lease_s = step_lease_s
         self._sample_block_every = sample_block_every
@@ -116,6 +122,18 @@ class CoordinatorService:
         if self._check_invariants:
             invariants.check(self)
         return reply, self.state.take_effects()
+
+    def take_pool_events(self) -> list[InstanceEvents]:
+        """Return what the pools of all instances did since the last call, in order.
+
+        Every life of an instance begins and ends with `Cleared`.
+        """
+        return self.state.take_pool_events()
+
+    def pool_snapshot(self, instance_id: InstanceId) -> list[PoolEvent]:
+        """Return `Cleared` and what makes everything findable at an instance, if it is there."""
+        instance = self.state.instances.get(instance_id)
+        return [Cleared()] if instance is None else snapshot_events(instance.manager)
 
     def _remembered(self, command: Command) -> Reply | None:
         """Return the reply to an earlier call of this kind and id.
@@ -188,7 +206,7 @@ class CoordinatorService:
                 self._require_incarnation(known, info.incarnation)
             if info.incarnation == known.info.incarnation:
                 require_same_member(known.info, info)
-                return Registered(epoch=self.epoch)
+                return self._registered
             self.state.remove_instance(info.instance_id)
             self.state.note(
                 "instance_replaced",
@@ -196,7 +214,7 @@ class CoordinatorService:
             )
         self.state.add_instance(Instance(info, self._new_sampler()))
         self.state.note("instance_registered", f"{info.instance_id} at {info.address}")
-        return Registered(epoch=self.epoch)
+        return self._registered
 
     def _new_sampler(self) -> BlockSampler | None:
         if self._sample_block_every is None:

@@ -4,12 +4,14 @@ Used by the service, the step and the checks; decides no policy.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 from kvferry.coordinator.block_sampling import Moment
 from kvferry.coordinator.handoff import Handoff, HandoffEvent
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.leases import Lease, LeaseTable
 from kvferry.coordinator.location_index import LocationIndex
+from kvferry.coordinator.pool_events import Cleared, PoolEvent
 from kvferry.proto.errors import InvariantError, NotFoundError
 from kvferry.proto.ids import (
     BlockHash,
@@ -35,11 +37,15 @@ COUNTERS = (
     "ignored_messages",
 )
 
+InstanceEvents = tuple[InstanceId, Sequence[PoolEvent]]
+"""What one instance's pool did, in order."""
+
 
 class ServiceState:
     """Instances, location index, leases, handoffs and counters of one coordinator life."""
 
-    def __init__(self, epoch: Epoch, lease_cap_s: float) -> None:
+    def __init__(self, epoch: Epoch, lease_cap_s: float, *, tells_pool_events: bool) -> None:
+        """Start empty; `tells_pool_events`: somebody takes them after each command."""
         self.epoch = epoch
         self.moment = Moment()
         self.instances: dict[InstanceId, Instance] = {}
@@ -48,6 +54,8 @@ class ServiceState:
         self.handoffs: dict[RequestId, Handoff] = {}
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._effects: list[Effect] = []
+        self._tells_pool_events = tells_pool_events
+        self._pool_events: list[InstanceEvents] = []
 
     def instance(self, instance_id: InstanceId) -> Instance:
         """Return a registered instance.
@@ -67,6 +75,7 @@ class ServiceState:
 
     def add_instance(self, instance: Instance) -> None:
         """Take a new instance in."""
+        self._tell(instance.info.instance_id, [Cleared()])
         self.instances[instance.info.instance_id] = instance
         self.index.join(instance.info.instance_id, instance.identity_digest)
 
@@ -80,13 +89,27 @@ class ServiceState:
                 self.end_lease(lease.lease_id)
         del self.instances[instance_id]
         self.index.leave(instance_id)
+        self._tell(instance_id, [Cleared()])
 
     def follow_pools(self) -> None:
-        """Bring the location index up to date with every pool."""
+        """Bring the location index, and whoever takes the events, up to date with every pool."""
         for instance_id, instance in self.instances.items():
             events = instance.manager.pool.take_events()
             if events:
                 self.index.apply(instance_id, events)
+                self._tell(instance_id, events)
+
+    def _tell(self, instance_id: InstanceId, events: Sequence[PoolEvent]) -> None:
+        if self._tells_pool_events:
+            self._pool_events.append((instance_id, events))
+
+    def take_pool_events(self) -> list[InstanceEvents]:
+        """Return what pools did since the last call, in order.
+
+        Every life of an instance begins and ends with `Cleared`.
+        """
+        told, self._pool_events = self._pool_events, []
+        return told
 
     # --- finding -----------------------------------------------------------------------------
 

@@ -88,6 +88,8 @@ def end_reservation(instance: Instance, command: EndReservation) -> Done:
         0,
         num_written,
         reservation.group_id,
+        block_tokens=instance.block_tokens,
+        origin=instance.manager.groups[reservation.group_id].origin,
     )
     pool.free_blocks(reversed([*reservation.kept, *(block for _, block in written)]))
     return Done(changed=True)

@@ -27,6 +27,7 @@ from kvferry.proto.messages import (
     Holder,
     InstanceInfo,
     InstanceStatus,
+    KvEventsPlace,
     Leased,
     Locate,
     Located,
@@ -340,6 +341,7 @@ def _instance_to_pb(status: InstanceStatus) -> pb.Instance:
         num_cached_blocks=status.num_cached_blocks,
         num_requests=status.num_requests,
         stats=stats_to_pb(status.stats),
+        kv_events=None if status.kv_events is None else _place_to_pb(status.kv_events),
     )
 
 
@@ -365,4 +367,20 @@ def _instance_from_pb(message: pb.Instance) -> InstanceStatus:
         num_cached_blocks=message.num_cached_blocks,
         num_requests=message.num_requests,
         stats=stats_from_pb(message.stats),
+        kv_events=_place_from_pb(message.kv_events) if message.HasField("kv_events") else None,
+    )
+
+
+def _place_to_pb(place: KvEventsPlace) -> pb.KvEvents:
+    return pb.KvEvents(
+        endpoint=place.endpoint, replay_endpoint=place.replay_endpoint, topic=place.topic
+    )
+
+
+def _place_from_pb(message: pb.KvEvents) -> KvEventsPlace:
+    has_replays = message.HasField("replay_endpoint")
+    return KvEventsPlace(
+        endpoint=message.endpoint,
+        replay_endpoint=message.replay_endpoint if has_replays else None,
+        topic=message.topic,
     )

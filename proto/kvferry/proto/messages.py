@@ -221,8 +221,20 @@ class Describe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvEventsPlace:
+    """Where the KV events of one instance can be read, live and again, and under which topic."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceStatus:
-    """One instance as the coordinator sees it now; counts in blocks, null block not counted."""
+    """One instance as the coordinator sees it now; counts in blocks, null block not counted.
+
+    `kv_events` is None where there are none, or where they are sent to a reader that listens.
+    """
 
     info: InstanceInfo
     num_used_blocks: int
@@ -230,6 +242,7 @@ class InstanceStatus:
     num_cached_blocks: int
     num_requests: int
     stats: InstanceStats
+    kv_events: KvEventsPlace | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

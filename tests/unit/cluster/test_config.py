@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.cluster.config import ServiceConfig, require_reachable_bind
+from kvferry.cluster.config import KvEventsConfig, ServiceConfig, require_reachable_bind
 from kvferry.proto.errors import ConfigError, InsecureBindError
 
 CONFIG = ServiceConfig(model="some/model")
@@ -92,3 +92,56 @@ def test_loopback_is_refused_when_nodes_have_several_addresses(bind: str) -> Non
 )
 def test_one_address_or_a_bind_beyond_loopback_is_reachable(bind: str, hosts: set[str]) -> None:
     require_reachable_bind(bind, frozenset(hosts))
+
+
+def test_kv_events_and_block_samples_are_off_unless_asked_for() -> None:
+    assert (CONFIG.kv_events, CONFIG.sample_block_every) == (None, None)
+    assert replace(CONFIG, kv_events=KvEventsConfig(), sample_block_every=100).num_instances == 3
+    with pytest.raises(ConfigError, match="sample_block_every must be an integer"):
+        replace(CONFIG, sample_block_every=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "allowed"),
+    [
+        ({"hash_form": "int"}, ["uint64", "bytes"]),
+        ({"encoding": "msgpack"}, ["array", "map"]),
+        ({"buffer_batches": 0}, ">= 1"),
+    ],
+    ids=str,
+)
+def test_kv_events_of_an_unknown_form_are_refused(change: Any, allowed: object) -> None:
+    with pytest.raises(ConfigError, match=next(iter(change))) as caught:
+        KvEventsConfig(**change)
+    assert caught.value.allowed == allowed
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"endpoint": "tcp://*:5557"}, InsecureBindError),
+        ({"replay_endpoint": "tcp://0.0.0.0:*"}, InsecureBindError),
+        ({"endpoint": "ipc:///tmp/events"}, ConfigError),
+        ({"replay_endpoint": "tcp://127.0.0.1:65534"}, ConfigError),
+        ({"endpoint": "127.0.0.1:5557", "bind": True}, ConfigError),
+    ],
+    ids=str,
+)
+def test_kv_events_that_not_every_instance_could_publish_are_refused(
+    change: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        replace(CONFIG, kv_events=KvEventsConfig(**change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"endpoint": "tcp://192.0.2.1:5557", "replay_endpoint": None},
+        {"endpoint": "tcp://127.0.0.1:5557", "bind": True, "replay_endpoint": "tcp://[::1]:65533"},
+    ],
+    ids=str,
+)
+def test_kv_events_may_be_sent_to_a_reader_or_published_at_ports_that_count_up(change: Any) -> None:
+    events = KvEventsConfig(**change)
+    assert replace(CONFIG, kv_events=events).kv_events == events

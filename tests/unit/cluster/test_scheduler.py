@@ -348,3 +348,29 @@ def test_a_prompt_beyond_the_models_limit_is_refused() -> None:
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ConfigError, match="empty"):
         require_fits(request("r", range(0)), limits())
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_tokens_are_told_once_and_only_where_they_are_wanted(rig: Rig, tells: bool) -> None:
+    rig.add_instance("d0")
+    scheduler = Scheduler(
+        limits=limits(), scheme=SCHEME, eos_token_ids=frozenset({EOS}), tells_content=tells
+    )
+    rig.schedulers["d0"] = scheduler
+    scheduler.add(request("r", range(1, 6)))
+    told: list[tuple[int, ...] | None] = []
+    for _ in range(4):
+        step = scheduler.build_step(
+            call_id=str(next(rig.calls)),
+            epoch=Epoch(1),
+            instance_id=InstanceId("d0"),
+            incarnation=Incarnation(1),
+        )
+        told += [ask.content.tokens if ask.content else None for ask in step.waiting]
+        told += [progress.new_tokens for progress in step.progress]
+        reply, _ = rig.service.handle(step, 0.0)
+        assert isinstance(reply, StepReply)
+        runs = scheduler.apply(reply).runs
+        scheduler.computed({run.request.request_id: next(rig.tokens) for run in runs})
+    content = (1, 2, 3, 4, 5) if tells else None
+    assert told == [content, *[(token,) if tells else () for token in (1000, 1001, 1002)]]

@@ -1,19 +1,21 @@
 """The shell: lock, clock, ticks, front."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from tests.unit.coordinator.fleet import IDENTITY, SCHEME, Fleet, admit, chain, info, wrote
 
 from kvferry.coordinator.actor import CoordinatorActor
+from kvferry.coordinator.pool_events import PoolEvent
 from kvferry.proto.errors import BadInputError, PortTakenError, UnavailableError
-from kvferry.proto.ids import Epoch
+from kvferry.proto.ids import Epoch, InstanceId
 from kvferry.proto.messages import (
     AcquireLease,
     Command,
     Describe,
     Description,
+    KvEventsPlace,
     Leased,
     Registered,
     RegisterInstance,
@@ -117,3 +119,60 @@ def test_a_front_that_cannot_start_stops_the_coordinator(actor: CoordinatorActor
         actor.start(front)
     with pytest.raises(UnavailableError, match="not running"):
         actor.call(Describe())
+
+
+class RecordingOutlet:
+    """Has room for one instance."""
+
+    def __init__(self) -> None:
+        self.opened: list[InstanceId] = []
+        self.published: list[tuple[str, str]] = []
+        self.due: list[InstanceId] = []
+        self.closed = False
+
+    def open(self, instance_id: InstanceId) -> None:
+        if self.opened not in ([], [instance_id]):
+            raise PortTakenError("taken")
+        self.opened = [instance_id]
+
+    def publish(self, instance_id: InstanceId, events: Sequence[PoolEvent]) -> None:
+        self.published += [(instance_id, type(event).__name__) for event in events]
+
+    def place(self, instance_id: InstanceId) -> KvEventsPlace:
+        return KvEventsPlace(endpoint="e", replay_endpoint=None, topic=instance_id)
+
+    def due_snapshots(self) -> list[InstanceId]:
+        due, self.due = self.due, []
+        return due
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_what_pools_do_goes_to_the_outlet_in_order(actor: CoordinatorActor) -> None:
+    outlet = RecordingOutlet()
+    actor.start(outlet=lambda: outlet)
+    registered = actor.call(RegisterInstance(call_id="reg", info=info("a")))
+    assert registered == Registered(epoch=Epoch(1), wants_content=True)
+    fleet = Fleet()
+    actor.call(fleet.make_step("a", waiting=(admit("r", "x"),)))
+    actor.call(fleet.make_step("a", progress=(wrote("r", 5, 5),)))
+    assert outlet.published == [("a", "Cleared"), ("a", "Stored")]
+    described = actor.call(Describe())
+    assert isinstance(described, Description)
+    assert [i.kv_events for i in described.instances] == [outlet.place(InstanceId("a"))]
+    outlet.due = [InstanceId("a")]
+    actor.call(Tick())
+    assert outlet.published[2:] == [("a", "Cleared"), ("a", "Stored")]
+    actor.stop()
+    assert outlet.closed
+
+
+def test_an_instance_whose_events_cannot_be_published_is_refused(actor: CoordinatorActor) -> None:
+    actor.start(outlet=RecordingOutlet)
+    actor.call(RegisterInstance(call_id="1", info=info("a")))
+    with pytest.raises(PortTakenError):
+        actor.call(RegisterInstance(call_id="2", info=info("b")))
+    described = actor.call(Describe())
+    assert isinstance(described, Description)
+    assert [i.info.instance_id for i in described.instances] == ["a"]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.unit.coordinator.engine_model import Behaviour, EngineModel
 from tests.unit.coordinator.fleet import BLOCK_TOKENS, HYBRID, IDENTITY, Fleet, admit, chain
+from tests.unit.coordinator.told import Told
 
 from kvferry.coordinator.request_state import RequestState
 from kvferry.proto.errors import BusyError, NotFoundError
@@ -37,8 +38,13 @@ class ServiceMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.fleet = Fleet(
-            identity=self.identity, step_lease_s=5.0, lease_cap_s=20.0, sample_block_every=2
+            identity=self.identity,
+            step_lease_s=5.0,
+            lease_cap_s=20.0,
+            sample_block_every=2,
+            tells_pool_events=True,
         )
+        self.told = Told()
         self.engines: dict[str, EngineModel] = {}
         self.lives: Counter[str] = Counter()
         self.reservations: list[tuple[str, LeaseId, int]] = []
@@ -140,6 +146,14 @@ class ServiceMachine(RuleBasedStateMachine):
                 )
                 _, num_tokens = manager.get_computed_blocks(request)
                 assert located[name] * BLOCK_TOKENS == num_tokens
+
+    @invariant()
+    def what_is_told_is_what_the_pools_have(self) -> None:
+        self.told.follow(self.fleet.service.take_pool_events())
+        for name in self.engines:
+            pool = self.fleet.service.state.instances[InstanceId(name)].manager.pool
+            have = {key: len(blocks) for key, blocks in pool.index_items()}
+            assert self.told.copies[name] == have
 
     def teardown(self) -> None:
         """Left alone, every request ends, and all blocks are free then."""

@@ -17,6 +17,7 @@ from kvferry.proto.messages import (
     Holder,
     InstanceInfo,
     InstanceStatus,
+    KvEventsPlace,
     Leased,
     Locate,
     Located,
@@ -163,11 +164,14 @@ def test_a_description_keeps_every_field() -> None:
         num_cached_blocks=42,
         num_requests=3,
         stats=stats,
+        kv_events=KvEventsPlace(endpoint="tcp://h:1", replay_endpoint="tcp://h:2", topic="kv@d0"),
     )
+    bare = replace(status, stats=InstanceStats(), kv_events=None)
+    without_replays = KvEventsPlace(endpoint="tcp://h:1", replay_endpoint=None, topic="")
     description = Description(
         epoch=Epoch(9),
         scheme=SCHEME,
-        instances=(status, replace(status, stats=InstanceStats())),
+        instances=(status, bare, replace(bare, kv_events=without_replays)),
         num_leases=4,
         num_handoffs=5,
         counters={"preemptions": 7, "steps": 0},

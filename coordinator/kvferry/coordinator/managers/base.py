@@ -59,7 +59,7 @@ class GroupManager(ABC):
         self._ratio = max(self.block_tokens // config.hash_block_tokens, 1)
         self._retention_interval = config.retention_interval
         self._max_held_blocks = config.max_held_blocks(group_id)
-        self._origin = GroupOrigin(spec.event_kind, spec.window_tokens_in_events)
+        self.origin = GroupOrigin(spec.event_kind, spec.window_tokens_in_events)
         self._tables: dict[RequestId, list[BlockId]] = {}
         self._num_cached: dict[RequestId, int] = {}
 
@@ -189,7 +189,7 @@ class GroupManager(ABC):
             self.group_id,
             positions=positions,
             block_tokens=self.block_tokens,
-            origin=self._origin,
+            origin=self.origin,
             content=self._describe(request, num_cached, num_full, positions),
         )
         self._num_cached[request.request_id] = num_full

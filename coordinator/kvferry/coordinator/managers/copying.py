@@ -86,6 +86,6 @@ class CopyingManager(GroupManager):
                 content = describe_run(request.content, self.rules.key_format, run, [run])
             parent = request.hashes[number - 2] if number > 1 else None
             self.pool.tell_stored(
-                Stored((block,), (block_hash,), self.group_id, parent, unit, self._origin, content)
+                Stored((block,), (block_hash,), self.group_id, parent, unit, self.origin, content)
             )
         return pack_group(block_hash, self.group_id)

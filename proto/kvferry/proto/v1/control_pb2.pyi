@@ -198,6 +198,7 @@ class Instance(google.protobuf.message.Message):
     NUM_CACHED_BLOCKS_FIELD_NUMBER: builtins.int
     NUM_REQUESTS_FIELD_NUMBER: builtins.int
     STATS_FIELD_NUMBER: builtins.int
+    KV_EVENTS_FIELD_NUMBER: builtins.int
     role: builtins.str
     """"prefill", "decode" or "store"."""
     identity_cbor: builtins.bytes
@@ -228,6 +229,10 @@ class Instance(google.protobuf.message.Message):
     def stats(self) -> Global___Stats:
         """What it has done since it registered."""
 
+    @property
+    def kv_events(self) -> Global___KvEvents:
+        """Absent where its KV events cannot be read."""
+
     def __init__(
         self,
         *,
@@ -245,11 +250,40 @@ class Instance(google.protobuf.message.Message):
         num_cached_blocks: builtins.int = ...,
         num_requests: builtins.int = ...,
         stats: Global___Stats | None = ...,
+        kv_events: Global___KvEvents | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["scheme", b"scheme", "source", b"source", "stats", b"stats"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_tokens", b"block_tokens", "identity_cbor", b"identity_cbor", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "stats", b"stats", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["kv_events", b"kv_events", "scheme", b"scheme", "source", b"source", "stats", b"stats"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["block_tokens", b"block_tokens", "identity_cbor", b"identity_cbor", "kv_events", b"kv_events", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "stats", b"stats", "version", b"version"]) -> None: ...
 
 Global___Instance: typing_extensions.TypeAlias = Instance
+
+@typing.final
+class KvEvents(google.protobuf.message.Message):
+    """Where the KV events of one instance can be read (docs/kv-events.md)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: builtins.int
+    REPLAY_ENDPOINT_FIELD_NUMBER: builtins.int
+    TOPIC_FIELD_NUMBER: builtins.int
+    endpoint: builtins.str
+    """ZeroMQ endpoint of the live messages."""
+    replay_endpoint: builtins.str
+    """Where a replay is asked for; absent where there are none."""
+    topic: builtins.str
+    """The first frame of its messages."""
+    def __init__(
+        self,
+        *,
+        endpoint: builtins.str = ...,
+        replay_endpoint: builtins.str | None = ...,
+        topic: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_replay_endpoint", b"_replay_endpoint", "replay_endpoint", b"replay_endpoint"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_replay_endpoint", b"_replay_endpoint", "endpoint", b"endpoint", "replay_endpoint", b"replay_endpoint", "topic", b"topic"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_replay_endpoint", b"_replay_endpoint"]) -> typing.Literal["replay_endpoint"] | None: ...
+
+Global___KvEvents: typing_extensions.TypeAlias = KvEvents
 
 @typing.final
 class Stats(google.protobuf.message.Message):
