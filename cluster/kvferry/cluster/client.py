@@ -5,6 +5,7 @@
         num_tokens = cache.fetch(token_ids, into=layers)
         ...                                    # compute the rest of the prompt
         cache.store(token_ids, layers)
+        reader = ferry.events(instance_id)     # what an instance has cached, where that is told
 
 Tokens are hashed here, under the service's scheme; only full blocks count. Tensors have, per layer,
 the shape [2 (K, V), num_tokens, num_kv_heads, head_size] in the identity's KV dtype, on any device.
