@@ -101,6 +101,7 @@ class Replay:
         self.requests: dict[str, RequestState] = {}
         self.chains: dict[str, HashChain] = {}
         self.hits: dict[str, tuple[GroupBlocks, int]] = {}
+        self.events: list[PoolEvent] = []
 
     def run(self, step: Json) -> None:
         expect = step["expect"]
@@ -115,13 +116,14 @@ class Replay:
 
     def state(self) -> Json:
         pool = self.manager.pool
+        self.events = pool.take_events()
         return {
             "free": pool.num_free_blocks,
             "queue": list(pool.free_order()),
             "usage": pool.usage,
             "keys": pool.num_keys,
             "events": [
-                plain for event in pool.take_events() for plain in plain_events(event, self.profile)
+                plain for event in self.events for plain in plain_events(event, self.profile)
             ],
         }
 

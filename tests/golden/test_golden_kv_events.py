@@ -11,7 +11,9 @@ from typing import Any, get_args
 
 import msgpack
 import pytest
+from tests.golden.replay import Replay
 
+from kvferry.cluster.kv_events_translation import kv_event
 from kvferry.proto.ids import BlockHash
 from kvferry.proto.kv_events import (
     AllBlocksCleared,
@@ -104,3 +106,17 @@ def test_the_short_form_of_a_hash_is_the_recorded_one() -> None:
     for chain in chains:
         hashes = [BlockHash(bytes.fromhex(text)) for text in chain["hashes"]]
         assert [str(external_hash(each, "uint64")) for each in hashes] == chain["low64"]
+
+
+def test_what_a_pool_of_032_tells_is_published_as_vllm_published_it() -> None:
+    for line in (FOLDER / "scenarios_032.jsonl").read_text().splitlines():
+        scenario = json.loads(line)
+        if "refusal" in scenario:
+            continue
+        replay = Replay(scenario)
+        for step in scenario["steps"]:
+            replay.run(step)
+            for form in get_args(HashForm):
+                published = [kv_event(event, form) for event in replay.events]
+                recorded_events = step["expect"]["state"]["events"]
+                assert published == [event_of(event, form) for event in recorded_events]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.cluster.kv_events_publisher import KvEventsPublisher, PublisherSettings
-from kvferry.cluster.kv_events_translation import kv_event
+from kvferry.cluster.kv_events_translation import kv_events
 from kvferry.coordinator.pool_events import PoolEvent
 from kvferry.proto.ids import InstanceId
 from kvferry.proto.kv_events import HashForm
@@ -83,7 +83,7 @@ class KvEventsOutlet:
         """Queue the events of one command as an instance's next batch."""
         form = self._hash_form
         self._streams[instance_id].publisher.publish(
-            tuple([kv_event(event, form) for event in events])
+            tuple(kv_events(events, form))
         )
 
     def place(self, instance_id: InstanceId) -> KvEventsPlace | None:

@@ -1,9 +1,9 @@
 """What a block pool tells, in the words of KV events."""
 
+from collections.abc import Iterable, Iterator
 from typing import cast
 
-from kvferry.coordinator.pool_events import MEDIUM, Cleared, PoolEvent, Removed, Stored
-from kvferry.proto.ids import unpack_group
+from kvferry.coordinator.pool_events import MEDIUM, PoolEvent, Removed, Stored
 from kvferry.proto.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -15,20 +15,24 @@ from kvferry.proto.kv_events import (
 )
 
 
-def kv_event(event: PoolEvent, form: HashForm) -> KvEvent:
-    """Return a pool's event as it is published, with hashes in `form`.
+def kv_events(events: Iterable[PoolEvent], form: HashForm) -> Iterator[KvEvent]:
+    """Yield a pool's events as they are published, with hashes in `form`.
 
     Blocks of which only hashes are known (a client stored them, or a snapshot tells them) have no
-    tokens.
+    tokens. Removals are published one by one, as vLLM's are.
     """
-    if isinstance(event, Cleared):
-        return AllBlocksCleared()
-    if isinstance(event, Removed):
-        block_hash, group_id = unpack_group(event.key)
-        return BlockRemoved(
-            block_hashes=(external_hash(block_hash, form),), medium=MEDIUM, group_idx=group_id
-        )
-    return _stored(event, form)
+    for event in events:
+        if isinstance(event, Stored):
+            yield _stored(event, form)
+        elif isinstance(event, Removed):
+            for block_hash in event.hashes:
+                yield BlockRemoved(
+                    block_hashes=(external_hash(block_hash, form),),
+                    medium=MEDIUM,
+                    group_idx=event.group_id,
+                )
+        else:
+            yield AllBlocksCleared()
 
 
 def _stored(event: Stored, form: HashForm) -> BlockStored:
@@ -46,7 +50,7 @@ def _stored(event: Stored, form: HashForm) -> BlockStored:
             if content is None
             else cast("tuple[tuple[ExtraKey, ...] | None, ...] | None", content.extra)
         ),
-        group_idx=None if origin is None else origin.group_id,
+        group_idx=event.group_id,
         kv_cache_spec_kind=None if origin is None else origin.kind,
         kv_cache_spec_sliding_window=None if origin is None else origin.window_tokens,
     )

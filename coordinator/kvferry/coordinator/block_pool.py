@@ -310,9 +310,9 @@ class BlockPool:
                     block_id=block,
                 )
             known[block] = None
-        self._forget(list(known))
         if self.sampler is not None:
-            self.sampler.evicted(known)
+            self.sampler.evicted([b for b in known if self._hashes.carried[b] is not None])
+        self._forget(list(known))
 
     def reset(self) -> bool:
         """Forget every hash, and tell whether that was done: not while a block is in use."""

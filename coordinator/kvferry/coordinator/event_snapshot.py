@@ -2,7 +2,7 @@
 
 from kvferry.coordinator.cache_manager import CacheManager
 from kvferry.coordinator.pool_events import Cleared, PoolEvent, Stored
-from kvferry.proto.ids import BlockId, GroupedHash, GroupId, unpack_group
+from kvferry.proto.ids import BlockHash, BlockId, GroupId, unpack_group
 
 
 def snapshot_events(manager: CacheManager) -> list[PoolEvent]:
@@ -11,20 +11,22 @@ def snapshot_events(manager: CacheManager) -> list[PoolEvent]:
     A pool does not know what its blocks hold nor what came before them: there are no tokens and
     parents.
     """
-    found: dict[GroupId, tuple[list[BlockId], list[GroupedHash]]] = {}
+    found: dict[GroupId, tuple[list[BlockId], list[BlockHash]]] = {}
     for key, copies in manager.pool.index_items():
-        blocks, keys = found.setdefault(unpack_group(key)[1], ([], []))
+        block_hash, group_id = unpack_group(key)
+        blocks, hashes = found.setdefault(group_id, ([], []))
         blocks += copies
-        keys += [key] * len(copies)
+        hashes += [block_hash] * len(copies)
     return [
         Cleared(),
         *(
             Stored(
                 tuple(blocks),
-                tuple(keys),
+                tuple(hashes),
+                group_id,
                 block_tokens=manager.groups[group_id].block_tokens,
                 origin=manager.groups[group_id].origin,
             )
-            for group_id, (blocks, keys) in sorted(found.items())
+            for group_id, (blocks, hashes) in sorted(found.items())
         ),
     ]

@@ -29,7 +29,7 @@ def letters(told: list[InstanceEvents]) -> list[tuple[str, str]]:
             if isinstance(event, Stored):
                 words.append((instance_id, "+" + "".join(map(last_letter, event.hashes))))
             elif isinstance(event, Removed):
-                words.append((instance_id, "-" + last_letter(BlockHash(event.key[:32]))))
+                words.append((instance_id, "-" + "".join(map(last_letter, event.hashes))))
             else:
                 words.append((instance_id, "!"))
     return words

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from kvferry.coordinator.pool_events import Removed, Stored
 from kvferry.coordinator.state import InstanceEvents
-from kvferry.proto.ids import GroupedHash
+from kvferry.proto.ids import GroupedHash, pack_group
 
 
 class Told:
@@ -19,10 +19,11 @@ class Told:
             copies = self.copies[instance_id]
             for event in events:
                 if isinstance(event, Stored):
-                    copies.update(event.keys)
+                    copies.update(pack_group(h, event.group_id) for h in event.hashes)
                 elif isinstance(event, Removed):
-                    copies[event.key] -= 1
-                    assert copies[event.key] >= 0
+                    for key in (pack_group(h, event.group_id) for h in event.hashes):
+                        copies[key] -= 1
+                        assert copies[key] >= 0
                     copies += Counter()  # without those of which none is left
                 else:
                     copies.clear()
