@@ -13,7 +13,7 @@ import msgpack
 import pytest
 from tests.golden.replay import Replay
 
-from kvferry.cluster.kv_events_translation import kv_event
+from kvferry.cluster.kv_events_translation import kv_events
 from kvferry.proto.ids import BlockHash
 from kvferry.proto.kv_events import (
     AllBlocksCleared,
@@ -117,6 +117,6 @@ def test_what_a_pool_of_032_tells_is_published_as_vllm_published_it() -> None:
         for step in scenario["steps"]:
             replay.run(step)
             for form in get_args(HashForm):
-                published = [kv_event(event, form) for event in replay.events]
+                published = list(kv_events(replay.events, form))
                 recorded_events = step["expect"]["state"]["events"]
                 assert published == [event_of(event, form) for event in recorded_events]

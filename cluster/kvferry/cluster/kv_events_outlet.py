@@ -82,9 +82,7 @@ class KvEventsOutlet:
     def publish(self, instance_id: InstanceId, events: Sequence[PoolEvent]) -> None:
         """Queue the events of one command as an instance's next batch."""
         form = self._hash_form
-        self._streams[instance_id].publisher.publish(
-            tuple(kv_events(events, form))
-        )
+        self._streams[instance_id].publisher.publish(tuple(kv_events(events, form)))
 
     def place(self, instance_id: InstanceId) -> KvEventsPlace | None:
         """Return where an instance's events can be read; None where the reader listens."""

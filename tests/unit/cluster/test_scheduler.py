@@ -370,7 +370,8 @@ def test_tokens_are_told_once_and_only_where_they_are_wanted(rig: Rig, tells: bo
         told += [progress.new_tokens for progress in step.progress]
         reply, _ = rig.service.handle(step, 0.0)
         assert isinstance(reply, StepReply)
-        runs = scheduler.apply(reply).runs
+        scheduler.apply(reply)
+        runs = scheduler.next_runs()
         scheduler.computed({run.request.request_id: next(rig.tokens) for run in runs})
     content = (1, 2, 3, 4, 5) if tells else None
     assert told == [content, *[(token,) if tells else () for token in (1000, 1001, 1002)]]

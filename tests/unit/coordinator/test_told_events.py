@@ -11,7 +11,7 @@ from kvferry.coordinator.pool_events import Cleared, Removed, Stored, StoredCont
 from kvferry.coordinator.state import InstanceEvents
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.extra_keys import RequestKeys
-from kvferry.proto.ids import BlockHash, InstanceId
+from kvferry.proto.ids import BlockHash, InstanceId, pack_group
 from kvferry.proto.messages import Registered, RegisterInstance
 from kvferry.proto.step_messages import AdmitAsk, RequestContent
 
@@ -121,6 +121,6 @@ def test_a_snapshot_tells_every_copy_of_everything(fleet: Fleet) -> None:
     assert (len(stored.block_ids), stored.block_tokens, stored.parent) == (4, 4, None)
     told = Told()
     told.follow(fleet.service.take_pool_events())
-    assert told.copies["w"] == Counter(stored.keys)
+    assert told.copies["w"] == Counter(pack_group(h, stored.group_id) for h in stored.hashes)
     fleet.remove("w")
     assert fleet.service.pool_snapshot(InstanceId("w")) == [Cleared()]
