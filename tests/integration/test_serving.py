@@ -308,3 +308,23 @@ def test_decoding_goes_on_while_the_coordinator_is_silent(service: Any) -> None:
     # Those of the last question's answer: half of two blocks of 8 slots.
     assert num_without_answer >= 8
     require_equal(service, served)
+
+
+def test_a_prefill_in_chunks_is_not_held_up_by_a_decode_that_needs_no_answer(service: Any) -> None:
+    service.add("d0", "decode", token_budget=16)
+    decoded: list[object] = []
+    at_first_token: list[int] = []
+
+    async def both(router: Router) -> Served:
+        prefill: asyncio.Task[Served] | None = None
+        async for event in router.stream(ask("a", prompt(9, 30), 400)):
+            decoded.append(event)
+            if len(decoded) == 20:
+                prefill = asyncio.create_task(router.serve(ask("b", prompt(10, 320), 1)))
+                prefill.add_done_callback(lambda _: at_first_token.append(len(decoded)))
+        assert prefill is not None
+        return await prefill
+
+    require_equal(service, with_router(service.router(), both))
+    # 320 tokens in chunks of 15, beside one token of the other request each.
+    assert at_first_token[0] - 20 < 2 * 320 / 15

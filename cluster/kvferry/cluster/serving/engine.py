@@ -44,6 +44,9 @@ STEP_TIMEOUT_S = 10.0
 STEP_ATTEMPTS = 3
 NOTHING_FITS_PAUSE_S = 0.01
 IDLE_WAIT_S = 0.5
+ANSWER_GRACE_S = 0.005
+"""Those who can go on wait so long for those who cannot: one pass for all is cheaper than two."""
+
 MAX_PARALLEL_LOADS = 4
 
 
@@ -192,15 +195,22 @@ class Engine:
         elif (
             self._asking is None
             and self._scheduler.must_ask()
-            and (not runs or self._scheduler.may_ask_while_running())
+            and self._scheduler.may_ask_before(runs)
         ):
             self._asking = self._asker.submit(self._call_with_retries, self._next_step())
+            if self._scheduler.lacks_slots() and self._is_answered(ANSWER_GRACE_S):
+                return
         if runs:
             self._compute(runs)
         elif self._asking is not None:
-            wait([self._asking], timeout=IDLE_WAIT_S)
+            self._is_answered(IDLE_WAIT_S)
         else:
             self._pause(IDLE_WAIT_S)
+
+    def _is_answered(self, timeout_s: float) -> bool:
+        """Wait for the answer to the question that is out, and tell whether it came."""
+        assert self._asking is not None
+        return bool(wait([self._asking], timeout=timeout_s).done)
 
     def _take_in(self) -> None:
         with self._wake:

@@ -164,9 +164,14 @@ class Scheduler:
             return True
         return any(s.slots_ahead <= self._ahead_tokens // 2 for s in self._running)
 
-    def may_ask_while_running(self) -> bool:
-        """Return whether no request will need, after its next token, an answer to that token."""
-        return all(sequence.slots_ahead > 0 for sequence in self._running)
+    def may_ask_before(self, runs: tuple[Run, ...]) -> bool:
+        """Return whether none of `runs` will need, for its next token, an answer to this one."""
+        running = {run.request.request_id for run in runs}
+        return all(s.slots_ahead > 0 for s in self._running if s.request_id in running)
+
+    def lacks_slots(self) -> bool:
+        """Return whether some request cannot go on until the coordinator has answered."""
+        return any(sequence.slots_ahead < 0 for sequence in self._running)
 
     def build_step(
         self, *, call_id: str, epoch: Epoch, instance_id: InstanceId, incarnation: Incarnation
