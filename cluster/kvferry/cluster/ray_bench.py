@@ -45,7 +45,7 @@ def step_rows(seconds: float) -> Iterator[Row]:
             steps = [step for _ in range(_CYCLES) for step in cycle.next_steps()]
             replies: list[StepReply] = []
             spent = elapsed_ns(lambda: replies.extend(map(call, steps)))
-            granted = [len(s.new_block_ids) for reply in replies for s in reply.scheduled]
+            granted = [sum(map(len, s.new_block_ids)) for reply in replies for s in reply.scheduled]
             if granted != [STEP_BLOCKS] * _CYCLES:
                 raise InvariantError("a step was not granted its blocks", given=granted)
             return spent / len(steps)
