@@ -1,7 +1,6 @@
 """Coordinator and engines behind Ray actor handles; Ray's errors become kvferry's own."""
 
 import asyncio
-import pickle
 import re
 from typing import Any
 
@@ -19,8 +18,13 @@ from kvferry.proto.errors import (
 )
 from kvferry.proto.ids import InstanceId, RequestId
 from kvferry.proto.messages import Command, Reply
+from kvferry.proto.packed_messages import (
+    pack_command,
+    pack_reply,
+    unpack_command,
+    unpack_reply,
+)
 
-_PICKLE_PROTOCOL = 5
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -75,12 +79,12 @@ def _reason(error: RayActorError) -> str:
 class RayCoordinatorActor(CoordinatorActor):
     """The coordinator as Ray runs it: commands and replies travel as bytes.
 
-    Ray serialises values by a pickler in Python, which takes as long over a step as executing it.
+    Ray serialises values by a pickler in Python, which takes longer over a step than executing it.
     """
 
     def call_packed(self, command: bytes) -> bytes:
-        """Execute one pickled command and return its reply pickled; errors as `call`."""
-        return pickle.dumps(self.call(pickle.loads(command)), _PICKLE_PROTOCOL)
+        """Execute one packed command and return its reply packed; errors as `call`."""
+        return pack_reply(self.call(unpack_command(command)))
 
 
 class RayCoordinator:
@@ -91,9 +95,8 @@ class RayCoordinator:
 
     def call(self, command: Command, *, timeout_s: float) -> Reply:
         """See `CoordinatorPort.call`."""
-        ref: Any = self._handle.call_packed.remote(pickle.dumps(command, _PICKLE_PROTOCOL))
-        reply: Reply = pickle.loads(get(ref, timeout_s=timeout_s, who="the coordinator"))
-        return reply
+        ref: Any = self._handle.call_packed.remote(pack_command(command))
+        return unpack_reply(get(ref, timeout_s=timeout_s, who="the coordinator"))
 
 
 class RayAsyncCoordinator:
@@ -104,10 +107,8 @@ class RayAsyncCoordinator:
 
     async def call(self, command: Command, *, timeout_s: float) -> Reply:
         """See `AsyncCoordinatorPort.call`."""
-        ref: Any = self._handle.call_packed.remote(pickle.dumps(command, _PICKLE_PROTOCOL))
-        packed = await get_async(ref, timeout_s=timeout_s, who="the coordinator")
-        reply: Reply = pickle.loads(packed)
-        return reply
+        ref: Any = self._handle.call_packed.remote(pack_command(command))
+        return unpack_reply(await get_async(ref, timeout_s=timeout_s, who="the coordinator"))
 
 
 class RayEngine:

@@ -178,28 +178,28 @@ class BlockPool:
 
         Callers pass a request's table tail first, so that chains are evicted from their end.
         With `unhashed_first`, blocks without a hash go to the front of the queue: nothing is lost
-        by reusing them.
-        A block that has no reference left, and the null block, are refused and counted in
-        `num_refused_frees`; the rest of the list is freed all the same.
+        by reusing them. Null blocks are passed over.
+        A block that has no reference left is refused and counted in `num_refused_frees`; the rest
+        of the list is freed all the same.
         """
-        counts = self._ref_counts
-        freed: list[BlockId] = []
+        counts, carried = self._ref_counts, self._hashes.carried
+        unhashed_first = self._unhashed_first
+        first: list[BlockId] = []
+        last: list[BlockId] = []
         for block in ordered:
             count = counts[block]
             if count == 1:
                 counts[block] = 0
-                freed.append(block)
+                if carried[block] is None and unhashed_first:
+                    first.append(block)
+                else:
+                    last.append(block)
             elif count:
                 counts[block] = count - 1
-            else:
+            elif block != NULL_BLOCK:
                 self.num_refused_frees += 1
-        if self._unhashed_first:
-            carried = self._hashes.carried
-            hashes = [carried[block] for block in freed]
-            if not all(hashes):
-                self._free.prepend([block for block in freed if carried[block] is None])
-                freed = [block for block in freed if carried[block] is not None]
-        self._free.append(freed)
+        self._free.prepend(first)
+        self._free.append(last)
 
     # --- finding -----------------------------------------------------------------------------
 

@@ -166,7 +166,14 @@ class CacheManager:
         return new
 
     def count_missing_blocks(self, request: RequestState, num_new_tokens: int) -> int:
-        """Return how many blocks are too few for a running request's new tokens (0: it fits)."""
+        """Return how many blocks are too few for a running request's new tokens (0: it fits).
+
+        Meant to be asked after `allocate_slots` refused, so that what is granted is counted once.
+        Like it, this gives back what no later token attends to first: nobody shall give way for
+        blocks that the request itself no longer needs.
+        """
+        for group in self.groups:
+            group.remove_skipped(request.request_id, request.num_computed_tokens)
         ask = self._ask(request, num_new_tokens)
         return max(self._count_blocks(ask, self._no_blocks) - self.pool.num_free_blocks, 0)
 

@@ -6,8 +6,10 @@ Masks that were made alike are one object, so that the pass compares pointers, n
 hardly depends on the number of instances.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
+from itertools import repeat
 from operator import and_
 
 from kvferry.coordinator.pool_events import PoolEvent, Removed, Stored
@@ -129,31 +131,33 @@ class LocationIndex:
     def _store(
         self, masks: dict[BlockHash, int], event: Stored, number: int, toggle: "_Toggle"
     ) -> None:
-        new = dict.fromkeys(event.hashes, toggle.bit)
-        if len(new) == len(event.hashes) and masks.keys().isdisjoint(new):
+        hashes, num_before = event.hashes, len(masks)
+        if masks.keys().isdisjoint(hashes):
             # Content that nobody has yet, which most is.
-            masks.update(new)
+            masks.update(zip(hashes, repeat(toggle.bit)))
+            if len(masks) - num_before < len(hashes):
+                for block_hash, count in Counter(hashes).items():
+                    self._add_copies(number, event.group_id, block_hash, count - 1)
             return
-        for block_hash in event.hashes:
+        for block_hash in hashes:
             mask = masks.get(block_hash, 0)
             if mask & toggle.bit:
-                self._add_copy(number, event.group_id, block_hash)
+                self._add_copies(number, event.group_id, block_hash, 1)
             else:
                 masks[block_hash] = toggle.of(mask)
 
     def _remove(
         self, masks: dict[BlockHash, int], event: Removed, number: int, toggle: "_Toggle"
     ) -> None:
-        bit, with_copies = toggle.bit, bool(self._extra_copies)
-        for block_hash in event.hashes:
-            if with_copies and self._drop_copy(number, event.group_id, block_hash):
-                continue
-            mask = masks.get(block_hash, 0)
-            if mask == bit:
-                del masks[block_hash]
-            elif mask & bit:
-                masks[block_hash] = toggle.of(mask)
-            else:
+        hashes, bit = event.hashes, toggle.bit
+        if self._extra_copies:
+            hashes = tuple(h for h in hashes if not self._drop_copy(number, event.group_id, h))
+        found = list(map(masks.pop, hashes, repeat(0)))
+        if found.count(bit) == len(found):
+            # Content that nobody else has, which most is.
+            return
+        for block_hash, mask in zip(hashes, found, strict=True):
+            if not mask & bit:
                 raise InvariantError(
                     "a hash was removed that the instance does not hold",
                     given={
@@ -162,6 +166,8 @@ class LocationIndex:
                         "hash": block_hash.hex(),
                     },
                 )
+            if mask != bit:
+                masks[block_hash] = toggle.of(mask)
 
     def longest_prefixes(
         self, identity_digest: bytes, hashes: Sequence[BlockHash], group_id: GroupId
@@ -231,9 +237,12 @@ class LocationIndex:
         """Return the instances in the index."""
         return set(self._numbers)
 
-    def _add_copy(self, number: int, group_id: GroupId, block_hash: BlockHash) -> None:
-        copy = (number, group_id, block_hash)
-        self._extra_copies[copy] = self._extra_copies.get(copy, 0) + 1
+    def _add_copies(
+        self, number: int, group_id: GroupId, block_hash: BlockHash, count: int
+    ) -> None:
+        if count:
+            copy = (number, group_id, block_hash)
+            self._extra_copies[copy] = self._extra_copies.get(copy, 0) + count
 
     def _drop_copy(self, number: int, group_id: GroupId, block_hash: BlockHash) -> bool:
         """Forget a copy beyond the first, and tell whether there was one."""

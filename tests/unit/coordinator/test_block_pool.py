@@ -63,6 +63,31 @@ def test_caching_tells_a_run_and_eviction_tells_each_block() -> None:
     assert pool.take_events() == []
 
 
+def test_eviction_tells_a_run_per_group_in_the_order_of_the_blocks() -> None:
+    pool = BlockPool(7)
+    blocks = pool.get_new_blocks(6)
+    pool.cache_full_blocks(H, blocks[:3], 0, 3, G1)
+    pool.cache_full_blocks(H, blocks[3:], 0, 3, G0)
+    assert [pool.key_of(block) for block in blocks[2:4]] == [pack_group(H[2], G1), K[0]]
+    pool.free_blocks(blocks)
+    pool.take_events()
+    assert pool.get_new_blocks(4) == [1, 2, 3, 4]
+    assert pool.take_events() == [
+        Removed((BlockId(1), BlockId(2), BlockId(3)), H, G1),
+        Removed((BlockId(4),), H[:1], G0),
+    ]
+    pool.cache_full_blocks(H, blocks[:1], 0, 1, G0)
+    assert pool.get_cached_in_groups(H[0], [G0, G1]) is None
+    assert (pool.get_cached_block(H[0], G0), pool.get_cached_block(H[1], G0)) == (1, 5)
+
+
+def test_a_free_block_that_holds_nothing_cannot_be_touched() -> None:
+    pool = BlockPool(3)
+    with pytest.raises(InvariantError, match="free and holds nothing; given: 2"):
+        pool.touch([BlockId(2)])
+    assert list(pool.free_order()) == [1, 2]
+
+
 def test_touching_takes_a_block_out_of_the_free_queue_once() -> None:
     pool = cached_pool()
     pool.free_blocks([BlockId(2)])

@@ -162,3 +162,20 @@ def test_a_kind_that_nobody_manages_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="unknown kind of group; given: Strange"):
         cache_of(spec_of(Strange))
+
+
+def test_a_request_is_not_short_of_blocks_that_its_own_window_gives_back() -> None:
+    manager = CacheManager(
+        CacheConfig(
+            num_blocks=4,
+            groups=(spec_of(SlidingWindowSpec, window_tokens=4),),
+            hash_block_tokens=4,
+            max_model_len=100,
+        )
+    )
+    asked = request(manager, "r", list(range(12)))
+    assert manager.allocate_slots(asked, 12) is not None
+    asked.num_computed_tokens = 12
+    # Blocks 1 and 2 have left the window of the token at position 12.
+    assert manager.count_missing_blocks(asked, 8) == 0
+    assert manager.block_table(asked.request_id) == ([0, 0, 3],)

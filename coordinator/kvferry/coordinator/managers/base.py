@@ -233,9 +233,8 @@ class GroupManager(ABC):
         """
         table = self._tables.get(request_id, [])
         num_full, keep = num_tokens // self.block_tokens, -(-num_tokens // self.block_tokens)
-        removed = [block for block in reversed(table[keep:]) if block != NULL_BLOCK]
+        self.pool.free_blocks(reversed(table[keep:]))
         del table[keep:]
-        self.pool.free_blocks(removed)
         self.pool.evict_blocks(table[num_full:])
         if request_id in self._num_cached:
             self._num_cached[request_id] = min(self._num_cached[request_id], num_full)
@@ -243,9 +242,7 @@ class GroupManager(ABC):
     def free(self, request_id: RequestId) -> None:
         """Give a request's blocks back, the last first. An unknown request is no error."""
         self._num_cached.pop(request_id, None)
-        table = self._tables.pop(request_id, [])
-        table.reverse()
-        self.pool.free_blocks([block for block in table if block] if NULL_BLOCK in table else table)
+        self.pool.free_blocks(reversed(self._tables.pop(request_id, [])))
 
     def start_step(self) -> None:
         """Take notice that the blocks indexed so far are written."""

@@ -163,8 +163,6 @@ class MambaAlignManager(MambaManager):
         last = min(num_skipped, len(table))
         if first >= last:
             return
-        removed = [block for block in reversed(table[first:last]) if block != NULL_BLOCK]
+        self.pool.free_blocks(reversed(table[first:last]))
         table[first:last] = [NULL_BLOCK] * (last - first)
-        if removed:
-            self.pool.free_blocks(removed)
         self._num_retired[request_id] = last
