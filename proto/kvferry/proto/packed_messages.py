@@ -8,19 +8,34 @@ hundreds of requests in it is written and read in a fraction of what pickle take
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Any, Literal, NewType, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    NewType,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgpack
 
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.messages import Command, Reply
 
-_Convert = Callable[[Any], Any]
 _PLAIN = (bool, int, float, str, bytes, NoneType)
-_COMMANDS: tuple[type, ...] = get_args(Command)
-_REPLIES: tuple[type, ...] = get_args(Reply)
+_COMMANDS: tuple[Any, ...] = get_args(Command)
+_REPLIES: tuple[Any, ...] = get_args(Reply)
+
+
+class _Converter(NamedTuple):
+    """Turns a value into what msgpack writes, and what it read into the value."""
+
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
 
 
 def pack_command(command: Command) -> bytes:
@@ -48,90 +63,84 @@ def unpack_reply(packed: bytes) -> Reply:
     return cast("Reply", _unpack(packed, _REPLIES))
 
 
-def _pack(message: object, kinds: tuple[type, ...]) -> bytes:
-    kind = type(message)
-    if kind not in kinds:
+def _pack(message: object, kinds: tuple[Any, ...]) -> bytes:
+    if type(message) not in kinds:
         raise InvariantError(
-            "not a message", given=kind.__name__, allowed=[known.__name__ for known in kinds]
+            "not a message",
+            given=type(message).__name__,
+            allowed=[kind.__name__ for kind in kinds],
         )
-    to_row, _ = _record(kind)
-    packed: bytes = msgpack.packb((kinds.index(kind), to_row(message)))
+    number = kinds.index(type(message))
+    packed: bytes = msgpack.packb((number, _record(kinds[number]).pack(message)))
     return packed
 
 
-def _unpack(packed: bytes, kinds: tuple[type, ...]) -> object:
+def _unpack(packed: bytes, kinds: tuple[Any, ...]) -> object:
     number, row = msgpack.unpackb(packed, use_list=False)
-    _, from_row = _record(kinds[number])
-    return from_row(row)
+    return _record(kinds[number]).unpack(row)
 
 
 @cache
-def _record(kind: type) -> tuple[_Convert, _Convert]:
-    """Return what turns a message into the row of its values, and what turns that back."""
+def _record(kind: type[Any]) -> _Converter:
+    """Return what turns a message into the row of its fields' values, and that back."""
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind)]
-    converters = {i: _converters(hints[name]) for i, name in enumerate(names)}
-    nested = [(i, to, back) for i, (to, back) in converters.items() if to is not None]
-    get = attrgetter(*names, names[0]) if names else None  # two names at least: always a tuple
+    found = {i: _converter(hints[name]) for i, name in enumerate(names)}
+    nested = [(i, converter) for i, converter in found.items() if converter is not None]
 
-    def to_row(message: object) -> Sequence[object]:
-        row = list(get(message)[:-1]) if get is not None else []
-        for i, to, _ in nested:
-            row[i] = to(row[i])
+    def pack(message: object) -> list[object]:
+        row = [getattr(message, name) for name in names]
+        for i, converter in nested:
+            row[i] = converter.pack(row[i])
         return row
 
-    def from_row(row: Sequence[object]) -> object:
+    def unpack(row: Sequence[object]) -> object:
         values = dict(zip(names, row, strict=True))
-        for i, _, back in nested:
-            values[names[i]] = back(row[i])
+        for i, converter in nested:
+            values[names[i]] = converter.unpack(row[i])
         return kind(**values)
 
-    return to_row, from_row
+    return _Converter(pack, unpack)
 
 
-def _converters(kind: Any) -> tuple[_Convert, _Convert] | tuple[None, None]:
-    """Return what converts values of a field's type, both ways; None where msgpack does that.
+def _converter(kind: Any) -> _Converter | None:
+    """Return what converts values of a field's type; None where msgpack does that.
 
     Raises:
         InvariantError: a type that no message has had until now.
 
     """
     if isinstance(kind, NewType):
-        return _converters(kind.__supertype__)
+        return _converter(kind.__supertype__)
     if isinstance(kind, type) and is_dataclass(kind):
         return _record(kind)
     origin, args = get_origin(kind), get_args(kind)
     if kind in _PLAIN or origin is Literal:
-        return None, None
-    if origin is tuple:
-        return _of_many(args[0]) if args[1:] == (...,) else _all_plain(args)
-    if origin is dict:
-        return _all_plain(args)
-    if origin in (Union, UnionType):
-        rest = [arg for arg in args if arg is not NoneType]
-        return _or_none(rest[0]) if len(rest) == 1 else _all_plain(rest)
+        return None
+    if origin is tuple and args[1:] == (...,):
+        return _of_many(_converter(args[0]))
+    parts = [arg for arg in args if arg is not NoneType]
+    if origin in (Union, UnionType) and len(parts) == 1:
+        return _or_none(_converter(parts[0]))
+    if origin in (tuple, dict, Union, UnionType) and not any(map(_converter, parts)):
+        return None
     raise InvariantError("messages cannot hold this type", given=str(kind))
 
 
-def _all_plain(kinds: Sequence[Any]) -> tuple[None, None]:
-    for kind in kinds:
-        if _converters(kind) != (None, None):
-            raise InvariantError("messages cannot hold this type here", given=str(kind))
-    return None, None
+def _of_many(one: _Converter | None) -> _Converter | None:
+    if one is None:
+        return None
+    pack, unpack = one
+    return _Converter(
+        lambda items: [pack(item) for item in items], lambda rows: tuple(map(unpack, rows))
+    )
 
 
-def _of_many(kind: Any) -> tuple[_Convert, _Convert] | tuple[None, None]:
-    to, back = _converters(kind)
-    if to is None or back is None:
-        return None, None
-    return (lambda items: [to(item) for item in items], lambda rows: tuple(map(back, rows)))
-
-
-def _or_none(kind: Any) -> tuple[_Convert, _Convert] | tuple[None, None]:
-    to, back = _converters(kind)
-    if to is None or back is None:
-        return None, None
-    return (
-        lambda item: None if item is None else to(item),
-        lambda row: None if row is None else back(row),
+def _or_none(one: _Converter | None) -> _Converter | None:
+    if one is None:
+        return None
+    pack, unpack = one
+    return _Converter(
+        lambda item: None if item is None else pack(item),
+        lambda row: None if row is None else unpack(row),
     )

@@ -16,7 +16,7 @@ from kvferry.proto.extra_keys import LoraKey, MultimodalItem, RequestKeys
 from kvferry.proto.hashing import merged_view
 from kvferry.proto.ids import GroupId, RequestId
 from kvferry.proto.scheme import KeyFormat
-from kvferry.proto.specs import FullSpec, MambaSpec, SinkSpec
+from kvferry.proto.specs import FullSpec, MambaSpec, SinkSpec, SlidingWindowSpec
 
 FULL = spec_of(FullSpec)
 
