@@ -92,10 +92,16 @@ class RayCoordinator:
 
     def __init__(self, handle: ActorHandle[Any]) -> None:
         self._handle = handle
+        # Looking a method up makes it anew each time, which is felt in an engine's step.
+        self._call_packed = handle.call_packed
+
+    def __reduce__(self) -> tuple[type["RayCoordinator"], tuple[ActorHandle[Any]]]:
+        """Travel as the handle: methods of actors do not."""
+        return RayCoordinator, (self._handle,)
 
     def call(self, command: Command, *, timeout_s: float) -> Reply:
         """See `CoordinatorPort.call`."""
-        ref: Any = self._handle.call_packed.remote(pack_command(command))
+        ref: Any = self._call_packed.remote(pack_command(command))
         return unpack_reply(get(ref, timeout_s=timeout_s, who="the coordinator"))
 
 

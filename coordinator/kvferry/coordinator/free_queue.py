@@ -3,33 +3,42 @@
 Decides nothing about who may be freed. Used by `block_pool` only.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import BlockId
 
-# A queue this short is never worth tidying.
-_FEW_ENTRIES = 1024
+# Runs up to this length are joined, and tidied at each removal.
+_SHORT = 16
+
+
+class _Run:
+    """Ids that were put to the back together: `ids[start:]`, of which `num_live` still count."""
+
+    __slots__ = ("ids", "num_live", "start")
+
+    def __init__(self) -> None:
+        self.ids: list[BlockId] = []
+        self.start = 0
+        self.num_live = 0
 
 
 class FreeQueue:
     """A queue of block ids; the front is reused first.
 
     Three parts follow one another: ids that were put to the front, ids that nobody has used yet,
-    and ids that were put to the back. Whole lists are put in and taken out, so an id costs a few
-    nanoseconds and no object of its own. An id that is taken out of the middle leaves its entry
-    behind: such entries are counted per id, skipped when their turn comes, and swept out when they
-    are more than those that count.
+    and runs of ids that were put to the back. Whole lists are put in and taken out. Each id knows
+    its run; one that is taken out of the middle no longer does, and leaves an entry behind that is
+    passed over. A run is tidied when half of its entries are such, so no removal takes long.
     """
 
     def __init__(self, first: int, end: int) -> None:
         """Queue the ids `first .. end - 1` in ascending order."""
         self._front: list[BlockId] = []  # the last one is reused first
         self._unused = range(first, end)
-        self._back: list[BlockId] = []
-        self._back_start = 0
-        # Of an id's entries in the back, so many of the oldest do not count.
-        self._stale: dict[BlockId, int] = {}
+        self._runs: OrderedDict[_Run, None] = OrderedDict()
+        self._run_of: list[_Run | None] = [None] * end
         self._len = end - first
 
     def __len__(self) -> int:
@@ -38,10 +47,8 @@ class FreeQueue:
     def __iter__(self) -> Iterator[BlockId]:
         yield from reversed(self._front)
         yield from map(BlockId, self._unused)
-        stale = dict(self._stale)
-        for block in self._back[self._back_start :]:
-            if not _pass_over(stale, block):
-                yield block
+        for run in self._runs:
+            yield from self._live(run)
 
     def take(self, count: int) -> list[BlockId]:
         """Take `count` ids from the front, first to be reused first.
@@ -62,58 +69,66 @@ class FreeQueue:
             taken += map(BlockId, unused)
             self._unused = self._unused[len(unused) :]
         while len(taken) < count:
-            taken += self._take_back(count - len(taken))
+            self._take_from_first_run(taken, count - len(taken))
         return taken
 
     def remove(self, block_id: BlockId) -> None:
         """Take out one id of those that were put to the back, wherever it stands.
 
-        The caller knows that it is there: its entry is not looked at now.
+        Raises:
+            InvariantError: it was never put there. (One that has been taken since is not noticed:
+                the caller knows what is free.)
+
         """
-        self._stale[block_id] = self._stale.get(block_id, 0) + 1
+        run = self._run_of[block_id]
+        if run is None:
+            raise InvariantError("block was not put to the back of the queue", given=block_id)
+        self._run_of[block_id] = None
         self._len -= 1
-        entries = len(self._back) - self._back_start
-        if entries > 2 * self._len + _FEW_ENTRIES:
-            self._sweep()
+        run.num_live -= 1
+        num_entries = len(run.ids) - run.start
+        if not run.num_live:
+            del self._runs[run]
+        elif num_entries <= _SHORT or num_entries >= 2 * run.num_live:
+            self._tidy(run)
 
     def append(self, block_ids: Sequence[BlockId]) -> None:
         """Put distinct ids that are not queued to the back, keeping their order."""
-        self._back += block_ids
+        if not block_ids:
+            return
+        run = next(reversed(self._runs), None)
+        # A run that is joined has no entry left behind, which could be of one of these ids.
+        if run is None or len(run.ids) + len(block_ids) > _SHORT:
+            run = _Run()
+            self._runs[run] = None
+        run.ids += block_ids
+        run.num_live += len(block_ids)
         self._len += len(block_ids)
+        run_of = self._run_of
+        for block in block_ids:
+            run_of[block] = run
 
     def prepend(self, block_ids: Sequence[BlockId]) -> None:
         """Put distinct ids that are not queued to the front: the first is reused first."""
         self._front += reversed(block_ids)
         self._len += len(block_ids)
 
-    def _take_back(self, count: int) -> list[BlockId]:
-        """Take up to `count` ids from the oldest entries of the back, of which there must be."""
-        start, end = self._back_start, self._back_start + count
-        taken = self._back[start:end]
-        if not self._stale.keys().isdisjoint(taken):
-            taken = [block for block in taken if not _pass_over(self._stale, block)]
-        self._back_start = end
-        if 2 * end > len(self._back):
-            # The entries that are left are fewer than those that move out of their way.
-            del self._back[:end]
-            self._back_start = 0
-        return taken
+    def _live(self, run: _Run) -> list[BlockId]:
+        run_of = self._run_of
+        return [block for block in run.ids[run.start :] if run_of[block] is run]
 
-    def _sweep(self) -> None:
-        """Leave only the entries that count."""
-        self._back = [
-            block for block in self._back[self._back_start :] if not _pass_over(self._stale, block)
-        ]
-        self._back_start = 0
+    def _tidy(self, run: _Run) -> None:
+        run.ids, run.start = self._live(run), 0
 
-
-def _pass_over(stale: dict[BlockId, int], block: BlockId) -> bool:
-    """Tell whether an id's oldest entry does not count, and forget that entry then."""
-    number = stale.get(block)
-    if number is None:
-        return False
-    if number == 1:
-        del stale[block]
-    else:
-        stale[block] = number - 1
-    return True
+    def _take_from_first_run(self, taken: list[BlockId], count: int) -> None:
+        """Move up to `count` ids of the oldest run to `taken`."""
+        run = next(iter(self._runs))
+        if run.num_live < len(run.ids) - run.start:
+            self._tidy(run)
+        end = run.start + count
+        taken += run.ids[run.start : end]
+        if run.num_live <= count:
+            del self._runs[run]
+        else:
+            run.start = end
+            run.num_live -= count

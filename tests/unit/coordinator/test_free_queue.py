@@ -73,29 +73,37 @@ def test_taking_more_than_there_are_is_refused_and_takes_nothing() -> None:
     assert list(queue) == [0, 1]
 
 
-def test_entries_that_removed_blocks_leave_behind_do_not_pile_up() -> None:
-    queue = FreeQueue(0, 10)
-    queue.append(queue.take(10))
-    for number in range(20_000):
-        block = BlockId(number * 7 % 10)
-        queue.remove(block)
-        queue.append([block])
-    assert list(queue) == [BlockId(number * 7 % 10) for number in range(19_990, 20_000)]
-    assert len(queue._back) < 2_000
+def test_a_block_that_was_never_put_back_cannot_be_removed() -> None:
+    with pytest.raises(InvariantError, match="not put to the back of the queue; given: 1"):
+        FreeQueue(0, 2).remove(BlockId(1))
+
+
+@pytest.mark.parametrize("length", [1, 5, 40])
+def test_entries_that_removed_blocks_leave_behind_do_not_pile_up(length: int) -> None:
+    queue = FreeQueue(0, 100)
+    queue.append(queue.take(100))
+    for number in range(2000):
+        run = [BlockId((number * 7 + i) % 100) for i in range(length)]
+        for block in run:
+            queue.remove(block)
+        queue.append(run)
+    assert len(queue) == len(set(queue)) == 100
+    assert list(queue)[-length:] == run
+    assert sum(len(entries.ids) for entries in queue._runs) <= 200
 
 
 @settings(deadline=None, max_examples=100)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["take", "append", "prepend", "remove"]), st.integers(0, 9)),
-        max_size=80,
+        st.tuples(st.sampled_from(["take", "append", "prepend", "remove"]), st.integers(0, 39)),
+        max_size=120,
     )
 )
 def test_the_queue_does_what_a_list_does(operations: list[tuple[str, int]]) -> None:
-    queue, model = FreeQueue(0, 10), ids(*range(10))
+    queue, model = FreeQueue(0, 40), ids(*range(40))
     returned: set[BlockId] = set()  # of the queued ones, those that were put to the back
     for operation, number in operations:
-        absent = [block for block in ids(*range(10)) if block not in model]
+        absent = [block for block in ids(*range(40)) if block not in model]
         if operation == "take":
             count = min(number, len(model))
             assert queue.take(count) == model[:count]
