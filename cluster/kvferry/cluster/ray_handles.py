@@ -93,7 +93,7 @@ class RayCoordinator:
     def __init__(self, handle: ActorHandle[Any]) -> None:
         self._handle = handle
         # Looking a method up makes it anew each time, which is felt in an engine's step.
-        self._call_packed = handle.call_packed
+        self._call_packed: Any = handle.call_packed
 
     def __reduce__(self) -> tuple[type["RayCoordinator"], tuple[ActorHandle[Any]]]:
         """Travel as the handle: methods of actors do not."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvferry.coordinator.block_hashes import BlockHashes
 from kvferry.coordinator.block_sampling import BlockSampler
-from kvferry.coordinator.free_queue import FreeQueue
+from kvferry.coordinator.free_queue import FreeQueue, Run
 from kvferry.coordinator.pool_events import (
     Cleared,
     GroupOrigin,
@@ -59,9 +59,9 @@ class BlockPool:
         self.num_refused_frees = 0
         self.sampler: BlockSampler | None = None
         self._unhashed_first = unhashed_first
-        # A list, not an array: it is read and written twice as fast.
-        self._ref_counts = [0] * num_blocks
-        self._free = FreeQueue(1, num_blocks)
+        # A block's ref count; a free one that was put to the back of the queue has its run there.
+        self._states: list[int | Run] = [0] * num_blocks
+        self._free = FreeQueue(1, num_blocks, self._states)
         self._hashes = BlockHashes(num_blocks)
         self._events: list[PoolEvent] = []
 
@@ -94,7 +94,8 @@ class BlockPool:
 
     def ref_count(self, block_id: BlockId) -> int:
         """Return how many owners a block has."""
-        return self._ref_counts[block_id]
+        state = self._states[block_id]
+        return state if isinstance(state, int) else 0
 
     def key_of(self, block_id: BlockId) -> GroupedHash | None:
         """Return the key a block carries, or None."""
@@ -110,8 +111,9 @@ class BlockPool:
 
     def num_free_of(self, block_ids: Sequence[BlockId]) -> int:
         """Count those of the blocks that touching would take out of the free queue."""
-        counts = self._ref_counts
-        return [counts[block] for block in block_ids].count(0) - block_ids.count(NULL_BLOCK)
+        states = self._states
+        kinds = [type(states[block]) for block in block_ids]
+        return kinds.count(Run)
 
     def get_cached_block(self, block_hash: BlockHash, group_id: GroupId) -> BlockId | None:
         """Return the oldest block of a hash in a group, or None."""
@@ -144,9 +146,9 @@ class BlockPool:
         """
         taken = self._free.take(count)
         self._forget(taken)
-        counts = self._ref_counts
+        states = self._states
         for block in taken:
-            counts[block] = 1
+            states[block] = 1
         if self.sampler is not None:
             self.sampler.handed_out(taken)
         return taken
@@ -155,23 +157,22 @@ class BlockPool:
         """Add one reference to each block, taking unreferenced ones out of the free queue.
 
         Raises:
-            InvariantError: an unreferenced block holds nothing findable; those before it are
-                touched already.
+            InvariantError: an unreferenced block was not put to the back of the queue, so it holds
+                nothing that could be found; those before it are touched already.
 
         """
         if self.sampler is not None:
             self.sampler.used(block_ids)
-        counts, carried = self._ref_counts, self._hashes.carried
+        states = self._states
         for block in block_ids:
-            count = counts[block]
-            if not count:
-                if block == NULL_BLOCK:
-                    continue
-                # Such a block may be reused first; what is found is never among those.
-                if carried[block] is None:
-                    raise InvariantError("block is free and holds nothing", given=block)
-                self._free.remove(block)
-            counts[block] = count + 1
+            state = states[block]
+            if isinstance(state, Run):
+                states[block] = 1
+                self._free.remove(state)
+            elif state:
+                states[block] = state + 1
+            elif block != NULL_BLOCK:
+                raise InvariantError("block is free and holds nothing", given=block)
 
     def free_blocks(self, ordered: Iterable[BlockId]) -> None:
         """Take one reference from each block; the first given is to be reused first.
@@ -182,24 +183,33 @@ class BlockPool:
         A block that has no reference left is refused and counted in `num_refused_frees`; the rest
         of the list is freed all the same.
         """
-        counts, carried = self._ref_counts, self._hashes.carried
-        unhashed_first = self._unhashed_first
-        first: list[BlockId] = []
-        last: list[BlockId] = []
-        for block in ordered:
-            count = counts[block]
-            if count == 1:
-                counts[block] = 0
-                if carried[block] is None and unhashed_first:
-                    first.append(block)
-                else:
-                    last.append(block)
-            elif count:
-                counts[block] = count - 1
-            elif block != NULL_BLOCK:
-                self.num_refused_frees += 1
+        states, carried, run = self._states, self._hashes.carried, Run()
+        blocks, odd = list(ordered), []
+        for block in blocks:
+            if states[block] == 1 and carried[block] is not None:
+                states[block] = run
+            else:
+                odd.append(block)
+        if odd:
+            blocks = self._free_odd(blocks, odd, run)
+        self._free.append(run, blocks)
+
+    def _free_odd(self, blocks: list[BlockId], odd: list[BlockId], run: Run) -> list[BlockId]:
+        """Free what is shared, unhashed or not to be freed; return what goes to the back."""
+        states, first = self._states, []
+        for block in odd:
+            state = states[block]
+            if isinstance(state, Run) or state == 0:
+                self.num_refused_frees += block != NULL_BLOCK
+            elif state > 1:
+                states[block] = state - 1
+            elif self._unhashed_first:
+                states[block] = 0
+                first.append(block)
+            else:
+                states[block] = run
         self._free.prepend(first)
-        self._free.append(last)
+        return list(dict.fromkeys(block for block in blocks if states[block] is run))
 
     # --- finding -----------------------------------------------------------------------------
 

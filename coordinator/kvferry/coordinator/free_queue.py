@@ -13,7 +13,7 @@ from kvferry.proto.ids import BlockId
 _SHORT = 16
 
 
-class _Run:
+class Run:
     """Ids that were put to the back together: `ids[start:]`, of which `num_live` still count."""
 
     __slots__ = ("ids", "num_live", "start")
@@ -28,17 +28,20 @@ class FreeQueue:
     """A queue of block ids; the front is reused first.
 
     Three parts follow one another: ids that were put to the front, ids that nobody has used yet,
-    and runs of ids that were put to the back. Whole lists are put in and taken out. Each id knows
-    its run; one that is taken out of the middle no longer does, and leaves an entry behind that is
-    passed over. A run is tidied when half of its entries are such, so no removal takes long.
+    and runs of ids that were put to the back. Whole lists are put in and taken out.
+
+    `states[id]` is the id's run where it has one, and whatever the caller likes else: one list
+    that both write saves a write per id. An id that is taken out of the middle leaves an entry
+    behind that is passed over; a run is tidied when half of its entries are such, so no removal
+    takes long.
     """
 
-    def __init__(self, first: int, end: int) -> None:
+    def __init__(self, first: int, end: int, states: "list[int | Run]") -> None:
         """Queue the ids `first .. end - 1` in ascending order."""
         self._front: list[BlockId] = []  # the last one is reused first
         self._unused = range(first, end)
-        self._runs: OrderedDict[_Run, None] = OrderedDict()
-        self._run_of: list[_Run | None] = [None] * end
+        self._runs: OrderedDict[Run, None] = OrderedDict()
+        self._states = states
         self._len = end - first
 
     def __len__(self) -> int:
@@ -72,18 +75,8 @@ class FreeQueue:
             self._take_from_first_run(taken, count - len(taken))
         return taken
 
-    def remove(self, block_id: BlockId) -> None:
-        """Take out one id of those that were put to the back, wherever it stands.
-
-        Raises:
-            InvariantError: it was never put there. (One that has been taken since is not noticed:
-                the caller knows what is free.)
-
-        """
-        run = self._run_of[block_id]
-        if run is None:
-            raise InvariantError("block was not put to the back of the queue", given=block_id)
-        self._run_of[block_id] = None
+    def remove(self, run: Run) -> None:
+        """Take one id out of its run, wherever it stands; its state is another already."""
         self._len -= 1
         run.num_live -= 1
         num_entries = len(run.ids) - run.start
@@ -92,32 +85,32 @@ class FreeQueue:
         elif num_entries <= _SHORT or num_entries >= 2 * run.num_live:
             self._tidy(run)
 
-    def append(self, block_ids: Sequence[BlockId]) -> None:
-        """Put distinct ids that are not queued to the back, keeping their order."""
+    def append(self, run: Run, block_ids: list[BlockId]) -> None:
+        """Put distinct ids that are not queued to the back; their state is `run`, a new one."""
         if not block_ids:
             return
-        run = next(reversed(self._runs), None)
-        # A run that is joined has no entry left behind, which could be of one of these ids.
-        if run is None or len(run.ids) + len(block_ids) > _SHORT:
-            run = _Run()
-            self._runs[run] = None
-        run.ids += block_ids
-        run.num_live += len(block_ids)
         self._len += len(block_ids)
-        run_of = self._run_of
-        for block in block_ids:
-            run_of[block] = run
+        last = next(reversed(self._runs), None)
+        # A run that is joined has no entry left behind, which could be of one of these ids.
+        if last is not None and len(last.ids) + len(block_ids) <= _SHORT:
+            last.ids += block_ids
+            last.num_live += len(block_ids)
+            for block in block_ids:
+                self._states[block] = last
+            return
+        run.ids, run.num_live = block_ids, len(block_ids)
+        self._runs[run] = None
 
     def prepend(self, block_ids: Sequence[BlockId]) -> None:
         """Put distinct ids that are not queued to the front: the first is reused first."""
         self._front += reversed(block_ids)
         self._len += len(block_ids)
 
-    def _live(self, run: _Run) -> list[BlockId]:
-        run_of = self._run_of
-        return [block for block in run.ids[run.start :] if run_of[block] is run]
+    def _live(self, run: Run) -> list[BlockId]:
+        states = self._states
+        return [block for block in run.ids[run.start :] if states[block] is run]
 
-    def _tidy(self, run: _Run) -> None:
+    def _tidy(self, run: Run) -> None:
         run.ids, run.start = self._live(run), 0
 
     def _take_from_first_run(self, taken: list[BlockId], count: int) -> None:

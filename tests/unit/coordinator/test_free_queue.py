@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.coordinator.free_queue import FreeQueue
+from kvferry.coordinator.free_queue import FreeQueue, Run
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import BlockId
 
@@ -13,22 +13,41 @@ def ids(*numbers: int) -> list[BlockId]:
     return [BlockId(number) for number in numbers]
 
 
+class Queue(FreeQueue):
+    """Keeps the states of its ids as a pool does."""
+
+    def __init__(self, first: int, end: int) -> None:
+        self.states: list[int | Run] = [0] * end
+        super().__init__(first, end, self.states)
+
+    def put_back(self, blocks: list[BlockId]) -> None:
+        run = Run()
+        for block in blocks:
+            self.states[block] = run
+        self.append(run, list(blocks))
+
+    def take_out(self, block: BlockId) -> None:
+        run, self.states[block] = self.states[block], 1
+        assert isinstance(run, Run)
+        self.remove(run)
+
+
 def test_a_new_queue_is_in_ascending_order() -> None:
-    assert list(FreeQueue(1, 5)) == [1, 2, 3, 4]
-    assert len(FreeQueue(1, 5)) == 4
+    assert list(Queue(1, 5)) == [1, 2, 3, 4]
+    assert len(Queue(1, 5)) == 4
 
 
 def test_blocks_leave_at_the_front_and_return_at_either_end() -> None:
-    queue = FreeQueue(0, 5)
+    queue = Queue(0, 5)
     assert queue.take(3) == [0, 1, 2]
-    queue.append(ids(1, 0))
+    queue.put_back(ids(1, 0))
     queue.prepend(ids(2))
     assert list(queue) == [2, 3, 4, 1, 0]
     assert queue.take(4) == [2, 3, 4, 1]
 
 
 def test_prepended_blocks_keep_their_order() -> None:
-    queue = FreeQueue(0, 4)
+    queue = Queue(0, 4)
     queue.take(3)
     queue.prepend(ids(2, 0, 1))
     assert list(queue) == [2, 0, 1, 3]
@@ -37,56 +56,51 @@ def test_prepended_blocks_keep_their_order() -> None:
 
 
 def test_a_returned_block_can_be_removed_and_returned_again() -> None:
-    queue = FreeQueue(0, 3)
-    queue.append(queue.take(3))
-    queue.remove(BlockId(1))
+    queue = Queue(0, 3)
+    queue.put_back(queue.take(3))
+    queue.take_out(BlockId(1))
     assert (list(queue), len(queue)) == ([0, 2], 2)
-    queue.append(ids(1))
-    queue.remove(BlockId(1))
-    queue.append(ids(1))
+    queue.put_back(ids(1))
+    queue.take_out(BlockId(1))
+    queue.put_back(ids(1))
     assert list(queue) == [0, 2, 1]
     assert queue.take(3) == [0, 2, 1]
 
 
 def test_a_removed_block_that_returns_to_the_front_leaves_nothing_at_the_back() -> None:
-    queue = FreeQueue(0, 3)
-    queue.append(queue.take(3))
-    queue.remove(BlockId(1))
+    queue = Queue(0, 3)
+    queue.put_back(queue.take(3))
+    queue.take_out(BlockId(1))
     queue.prepend(ids(1))
     assert queue.take(2) == [1, 0]
-    queue.append(ids(1))
+    queue.put_back(ids(1))
     assert queue.take(2) == [2, 1]
 
 
 def test_an_emptied_queue_takes_blocks_again() -> None:
-    queue = FreeQueue(0, 2)
+    queue = Queue(0, 2)
     assert queue.take(2) == [0, 1]
     assert list(queue) == []
-    queue.append(ids(1))
+    queue.put_back(ids(1))
     assert list(queue) == [1]
 
 
 def test_taking_more_than_there_are_is_refused_and_takes_nothing() -> None:
-    queue = FreeQueue(0, 2)
+    queue = Queue(0, 2)
     with pytest.raises(InvariantError, match="given: 3; allowed: 2"):
         queue.take(3)
     assert list(queue) == [0, 1]
 
 
-def test_a_block_that_was_never_put_back_cannot_be_removed() -> None:
-    with pytest.raises(InvariantError, match="not put to the back of the queue; given: 1"):
-        FreeQueue(0, 2).remove(BlockId(1))
-
-
 @pytest.mark.parametrize("length", [1, 5, 40])
 def test_entries_that_removed_blocks_leave_behind_do_not_pile_up(length: int) -> None:
-    queue = FreeQueue(0, 100)
-    queue.append(queue.take(100))
+    queue = Queue(0, 100)
+    queue.put_back(queue.take(100))
     for number in range(2000):
         run = [BlockId((number * 7 + i) % 100) for i in range(length)]
         for block in run:
-            queue.remove(block)
-        queue.append(run)
+            queue.take_out(block)
+        queue.put_back(run)
     assert len(queue) == len(set(queue)) == 100
     assert list(queue)[-length:] == run
     assert sum(len(entries.ids) for entries in queue._runs) <= 200
@@ -100,7 +114,7 @@ def test_entries_that_removed_blocks_leave_behind_do_not_pile_up(length: int) ->
     )
 )
 def test_the_queue_does_what_a_list_does(operations: list[tuple[str, int]]) -> None:
-    queue, model = FreeQueue(0, 40), ids(*range(40))
+    queue, model = Queue(0, 40), ids(*range(40))
     returned: set[BlockId] = set()  # of the queued ones, those that were put to the back
     for operation, number in operations:
         absent = [block for block in ids(*range(40)) if block not in model]
@@ -110,14 +124,14 @@ def test_the_queue_does_what_a_list_does(operations: list[tuple[str, int]]) -> N
             returned -= set(model[:count])
             del model[:count]
         elif operation == "append":
-            queue.append(absent[:number])
+            queue.put_back(absent[:number])
             model.extend(absent[:number])
             returned |= set(absent[:number])
         elif operation == "prepend":
             queue.prepend(absent[:number])
             model[:0] = absent[:number]
         elif BlockId(number) in returned:
-            queue.remove(BlockId(number))
+            queue.take_out(BlockId(number))
             model.remove(BlockId(number))
             returned.remove(BlockId(number))
         assert list(queue) == model

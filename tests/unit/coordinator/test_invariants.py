@@ -31,7 +31,7 @@ def instance_a(fleet: Fleet) -> Instance:
 
 
 def free_a_used_block(fleet: Fleet) -> None:
-    instance_a(fleet).manager.pool._free.append([BlockId(2)])
+    instance_a(fleet).manager.pool._free.prepend([BlockId(2)])
 
 
 def lose_a_free_block(fleet: Fleet) -> None:
@@ -39,7 +39,7 @@ def lose_a_free_block(fleet: Fleet) -> None:
 
 
 def free_the_null_block(fleet: Fleet) -> None:
-    instance_a(fleet).manager.pool._free.append([BlockId(0)])
+    instance_a(fleet).manager.pool._free.prepend([BlockId(0)])
 
 
 def free_twice(fleet: Fleet) -> None:
