@@ -3,15 +3,15 @@
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from tests.builders import make_identity
+from tests.integration.client_service import BLOCK_TOKENS, ClientService, running_client_service
 
 from kvferry.cluster.client import Ferry, ModelCache, connect
-from kvferry.coordinator.actor import CoordinatorActor
-from kvferry.coordinator.control_server import ControlServer
 from kvferry.proto.errors import (
     BadInputError,
     BusyError,
@@ -23,81 +23,21 @@ from kvferry.proto.errors import (
     UnavailableError,
 )
 from kvferry.proto.extra_keys import RequestKeys
-from kvferry.proto.hashing import make_scheme
-from kvferry.proto.identity import GroupSpec, Identity
-from kvferry.proto.ids import BlockId, Epoch, Incarnation, InstanceId
-from kvferry.proto.layout import Layout
-from kvferry.proto.messages import InstanceInfo, RegisterInstance, RemoveInstance, Role
-from kvferry.worker.actor import StoreConfig, WorkerActor
+from kvferry.proto.ids import BlockId, Incarnation, InstanceId
+from kvferry.proto.messages import RemoveInstance
 
-BLOCK_TOKENS = 4
 NUM_BLOCKS = 11
-SCHEME = make_scheme(hash_block_tokens=BLOCK_TOKENS)
-IDENTITY = Identity(
-    model="tiny",
-    weight_version="v1",
-    weight_dtype="float32",
-    kv_dtype="float32",
-    kv_scales="",
-    rope="default",
-    num_layers=2,
-    num_kv_heads=3,
-    head_size=8,
-    groups=(GroupSpec(kind="full", layers=(0, 1)),),
-)
-
-
-@dataclass
-class Service:
-    coordinator: CoordinatorActor
-    address: str
-    workers: dict[str, WorkerActor]
-
-    def add(self, name: str, role: Role, *, num_blocks: int = NUM_BLOCKS) -> None:
-        worker = WorkerActor()
-        self.workers[name] = worker
-        config = StoreConfig(
-            instance_id=InstanceId(name),
-            incarnation=Incarnation(1),
-            identity=IDENTITY,
-            num_blocks=num_blocks,
-            block_tokens=BLOCK_TOKENS,
-        )
-        started = worker.start(config)
-        info = InstanceInfo(
-            instance_id=InstanceId(name),
-            role=role,
-            incarnation=Incarnation(1),
-            identity=IDENTITY,
-            scheme=SCHEME,
-            layout=Layout(block_tokens=BLOCK_TOKENS),
-            num_blocks=num_blocks,
-            address=started.address,
-            max_model_len=0 if role == "store" else 64,
-            rank_pids=(started.pid,),
-            version="0.1.0",
-        )
-        self.coordinator.call(RegisterInstance(call_id=f"register {name}", info=info))
-        if role == "store":
-            worker.set_coordinator(self.coordinator.call, Epoch(1))
+IDENTITY = make_identity(num_layers=2, num_kv_heads=3, weight_version="v1")
 
 
 @pytest.fixture
-def service() -> Iterator[Service]:
-    coordinator = CoordinatorActor(scheme=SCHEME, epoch=Epoch(1), check_invariants=True)
-    coordinator.start()
-    front = ControlServer(coordinator.call, bind="127.0.0.1", port=0, insecure=False)
-    running = Service(coordinator, front.address, {})
-    running.add("store-0", "store")
-    yield running
-    front.stop()
-    for worker in running.workers.values():
-        worker.stop()
-    coordinator.stop()
+def service() -> Iterator[ClientService]:
+    with running_client_service(IDENTITY, num_blocks=NUM_BLOCKS) as running:
+        yield running
 
 
 @pytest.fixture
-def ferry(service: Service) -> Iterator[Ferry]:
+def ferry(service: ClientService) -> Iterator[Ferry]:
     with connect(service.address, timeout_s=5.0) as connected:
         yield connected
 
@@ -123,7 +63,7 @@ def assert_prefix(into: list[torch.Tensor], stored: list[torch.Tensor], num_toke
 
 
 def test_what_one_engine_stores_another_fetches_bit_for_bit(
-    service: Service, cache: ModelCache
+    service: ClientService, cache: ModelCache
 ) -> None:
     tokens = list(range(14))
     stored = random_layers(14)
@@ -170,7 +110,7 @@ def test_another_salt_finds_nothing(cache: ModelCache) -> None:
     assert cache.lookup(range(8)).num_tokens == 0
 
 
-def test_held_blocks_are_not_sent_again(service: Service, cache: ModelCache) -> None:
+def test_held_blocks_are_not_sent_again(service: ClientService, cache: ModelCache) -> None:
     layers = random_layers(20)
     block_bytes = 2 * BLOCK_TOKENS * 3 * 8 * 4 * 2
 
@@ -223,7 +163,7 @@ def test_views_of_another_memory_order_are_filled_and_read(cache: ModelCache) ->
 
 
 def test_stores_are_preferred_and_other_instances_refuse(
-    service: Service, cache: ModelCache
+    service: ClientService, cache: ModelCache
 ) -> None:
     service.add("decode-0", "decode", num_blocks=100)
 
@@ -246,7 +186,7 @@ def test_another_identity_is_refused_by_field(ferry: Ferry) -> None:
 
 
 def test_a_service_without_instances_misses_and_refuses_stores(
-    service: Service, ferry: Ferry
+    service: ClientService, ferry: Ferry
 ) -> None:
     service.coordinator.call(
         RemoveInstance(
@@ -284,7 +224,7 @@ def test_tensors_that_do_not_fit_are_refused(
 
 
 def test_tensors_that_cannot_be_written_to_are_refused_before_anything_is_asked(
-    service: Service, cache: ModelCache, ferry: Ferry
+    service: ClientService, cache: ModelCache, ferry: Ferry
 ) -> None:
     one = torch.zeros(2, 8, 3, 8)
     assert cache.store(range(8), [one, one]) == 8
@@ -316,7 +256,7 @@ def test_tokens_of_any_integer_kind_are_the_same_and_others_are_refused(cache: M
 
 
 def test_a_holder_that_is_gone_is_a_miss_well_before_the_deadline(
-    service: Service, cache: ModelCache
+    service: ClientService, cache: ModelCache
 ) -> None:
     cache.store(range(8), random_layers(8))
     service.workers["store-0"].stop()
@@ -331,7 +271,7 @@ def test_a_holder_that_is_gone_is_a_miss_well_before_the_deadline(
 
 
 def test_a_holder_that_lost_blocks_gives_what_it_still_has(
-    service: Service, cache: ModelCache
+    service: ClientService, cache: ModelCache
 ) -> None:
     stored, into = random_layers(12), blank_layers(12)
     cache.store(range(12), stored)
@@ -344,7 +284,7 @@ def test_a_holder_that_lost_blocks_gives_what_it_still_has(
 
 
 def test_a_holder_that_says_nothing_is_a_miss_at_the_deadline(
-    service: Service, cache: ModelCache
+    service: ClientService, cache: ModelCache
 ) -> None:
     cache.store(range(8), random_layers(8))
     source = cache.lookup(range(8)).source
