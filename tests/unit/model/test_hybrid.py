@@ -207,8 +207,8 @@ def test_a_group_with_a_window_keeps_the_blocks_of_its_window_only(loaded: Loade
     assert cache.num_held(request) == [10, 10, 10]
     cache.forward([(request, 1)])
     # Token 160 sees positions 121 to 160, in blocks 7 to 10.
-    assert cache.num_held(request) == [11, 4, 4]
-    assert request.tables[1][:8] == [NULL_BLOCK] * 7 + [request.tables[1][7]]
+    assert cache.num_held(request) == [4, 4, 11]
+    assert request.tables[0][:8] == [NULL_BLOCK] * 7 + [request.tables[0][7]]
 
 
 def test_what_lies_before_the_window_changes_no_bit(loaded: LoadedModel) -> None:
@@ -218,7 +218,7 @@ def test_what_lies_before_the_window_changes_no_bit(loaded: LoadedModel) -> None
         request = cache.request(PROMPTS[0])
         cache.forward([(request, 130)])
         for tensor in cache.tensors:
-            for table in request.tables[1:]:
+            for table in request.tables[:2]:
                 # Slots up to position 90; token 130 sees those from 91 on.
                 tensor[:, table[:5]] = filled
                 tensor[:, table[5], : 91 % BLOCK_TOKENS] = filled
@@ -234,9 +234,9 @@ def test_the_table_must_name_blocks_from_the_window_on_and_may_name_anything_bef
     cache = Cache(loaded)
     request = cache.request(PROMPTS[0])
     cache.forward([(request, 130)])
-    full, *windows = request.tables
+    *windows, full = request.tables
     far = [-1] * 5
-    good = [full, *(far + table[5:] for table in windows)]
+    good = [*(far + table[5:] for table in windows), full]
 
     def run(tables: list[list[int]]) -> torch.Tensor:
         piece = SequenceSlice(
@@ -245,12 +245,12 @@ def test_the_table_must_name_blocks_from_the_window_on_and_may_name_anything_bef
         return cache.runner.forward([piece])
 
     assert torch.isfinite(run(good)).all()
-    with pytest.raises(BadInputError, match=r"table of group 2 names .*given: \[-1, "):
-        run([*good[:2], [*far, -1, *good[2][6:]]])
-    with pytest.raises(BadInputError, match="table of group 0 names"):
-        run([far + full[5:], *good[1:]])
-    with pytest.raises(BadInputError, match=r"table of group 1 is too short .*up to 128 in 8 blo"):
-        run([full, good[1][:8], good[2]])
+    with pytest.raises(BadInputError, match=r"table of group 1 names .*given: \[-1, "):
+        run([good[0], [*far, -1, *good[1][6:]], full])
+    with pytest.raises(BadInputError, match="table of group 2 names"):
+        run([*good[:2], far + full[5:]])
+    with pytest.raises(BadInputError, match=r"table of group 0 is too short .*up to 128 in 8 blo"):
+        run([good[0][:8], *good[1:]])
     with pytest.raises(BadInputError, match=r"one block table per group .*given: 2; allowed: 3"):
         run(good[:2])
 
@@ -282,6 +282,6 @@ def test_a_window_one_off_would_show_in_the_logits(
     loaded: LoadedModel, logits_of_prefixes: list[torch.Tensor], changed: int
 ) -> None:
     cache = Cache(loaded)
-    cache.runner._windows = [None, changed, changed]
+    cache.runner._windows = [changed, changed, None]
     logits = cache.forward([(cache.request(PROMPTS[0]), 60)])
     assert (logits[0] - logits_of_prefixes[0][59]).abs().max() > 10 * TOLERANCE

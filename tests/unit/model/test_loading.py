@@ -189,9 +189,9 @@ def test_a_hybrid_identity_names_its_groups_and_the_rope_of_each_type_of_layer(
 ) -> None:
     identity = inspect_model(str(tiny_hybrid_model)).identity
     assert identity.groups == (
-        GroupSpec(kind="full", layers=(2, 5)),
         GroupSpec(kind="sliding_window", layers=(0, 3), window_tokens=40),
         GroupSpec(kind="sliding_window", layers=(1, 4), window_tokens=40),
+        GroupSpec(kind="full", layers=(2, 5)),
     )
     assert json.loads(identity.rope) == {
         "max_position_embeddings": 8192,
@@ -201,30 +201,36 @@ def test_a_hybrid_identity_names_its_groups_and_the_rope_of_each_type_of_layer(
     assert (identity.num_kv_heads, identity.head_size) == (2, 8)
 
 
+FULL_LAYER, WINDOW_LAYER = "full_attention", "sliding_attention"
+
+
 @pytest.mark.parametrize(
-    ("pattern", "full", "sliding"),
+    ("pattern", "groups"),
     [
-        ("ff", [(0, 1)], []),
-        ("sss", [], [(0, 1, 2)]),
-        ("fs", [(0,)], [(1,)]),
-        ("sfff", [(1,), (2,), (3,)], [(0,)]),
-        ("sfsfs", [(1, 3)], [(0, 4), (2,)]),
-        ("ssfssfss", [(2, 5)], [(0, 4), (1, 6), (3, 7)]),
+        ("ff", [("f", (0, 1))]),
+        ("sss", [("s", (0, 1, 2))]),
+        ("fs", [("f", (0,)), ("s", (1,))]),
+        ("sfff", [("s", (0,)), ("f", (1,)), ("f", (2,)), ("f", (3,))]),
+        ("sfsfs", [("s", (0, 4)), ("s", (2,)), ("f", (1, 3))]),
+        ("ssfssfss", [("s", (0, 4)), ("s", (1, 6)), ("s", (3, 7)), ("f", (2, 5))]),
+        # 4 are less than 1.5 times 3, so the group of 3 is taken as one of 4.
+        ("fsfsfsf", [("f", (0, 2, 4, 6)), ("s", (1, 3, 5))]),
     ],
 )
 def test_the_rarer_kind_of_layer_is_one_group_and_sets_the_size_of_the_others(
-    pattern: str, full: list[tuple[int, ...]], sliding: list[tuple[int, ...]]
+    pattern: str, groups: list[tuple[str, tuple[int, ...]]]
 ) -> None:
     make_config: Any = Gemma3TextConfig
-    names = {"f": "full_attention", "s": "sliding_attention"}
     config = make_config(
         num_hidden_layers=len(pattern),
-        layer_types=[names[letter] for letter in pattern],
+        layer_types=[FULL_LAYER if letter == "f" else WINDOW_LAYER for letter in pattern],
         sliding_window=8,
     )
-    assert layer_groups(config) == (
-        *(GroupSpec(kind="full", layers=layers) for layers in full),
-        *(GroupSpec(kind="sliding_window", layers=layers, window_tokens=8) for layers in sliding),
+    assert layer_groups(config) == tuple(
+        GroupSpec(kind="full", layers=layers)
+        if letter == "f"
+        else GroupSpec(kind="sliding_window", layers=layers, window_tokens=8)
+        for letter, layers in groups
     )
 
 

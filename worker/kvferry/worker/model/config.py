@@ -21,6 +21,10 @@ _LAYER_TYPES = {
 # so blocks of one prefix would not be interchangeable.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
+# Up to this many times the layers of the smaller kind, padding that kind wastes less than
+# splitting the larger one.
+PADDED_UP_TO = 1.5
+
 
 def read_config(folder: Path) -> PreTrainedConfig:
     """Return the checked config of a model folder.
@@ -60,22 +64,29 @@ def rope_text(config: PreTrainedConfig) -> str:
 
 
 def layer_groups(config: PreTrainedConfig) -> tuple[GroupSpec, ...]:
-    """Return the groups that the layers of a checked config form: full ones first.
+    """Return the groups that the layers of a checked config form, as vLLM 0.32 forms them.
 
-    A model with one kind of layers is one group. Otherwise the kind with fewer layers is one group,
-    and its size the most that a group may have: the other kind is dealt, layer by layer, to as
-    many groups as that takes (of 2 full and 4 sliding-window layers: one group and two).
+    A kind of layers is dealt, layer by layer, to as many groups as its number takes. A group has as
+    many layers as the kind with fewer of them; or as the other kind, if that has hardly more. (Of 2
+    full and 4 sliding-window layers: one group and two.) The kind of layer 0 comes first. Sizing a
+    pool refuses a model whose groups are not those that the coordinator's rule makes.
     """
-    types = _layer_types(config)
-    full = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
-    sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
-    size = min(len(full), len(sliding)) or len(types)
-    groups = [GroupSpec(kind="full", layers=layers) for layers in _dealt(full, size)]
-    groups += [
-        GroupSpec(kind="sliding_window", layers=layers, window_tokens=config.sliding_window)
-        for layers in _dealt(sliding, size)
-    ]
-    return tuple(groups)
+    of_kind: dict[str, list[int]] = {}
+    for layer, kind in enumerate(_layer_types(config)):
+        of_kind.setdefault(kind, []).append(layer)
+    fewest, most = min(map(len, of_kind.values())), max(map(len, of_kind.values()))
+    size = most if most < fewest * PADDED_UP_TO else fewest
+    return tuple(
+        _group(kind, layers, config)
+        for kind, all_layers in of_kind.items()
+        for layers in _dealt(all_layers, size)
+    )
+
+
+def _group(kind: str, layers: tuple[int, ...], config: PreTrainedConfig) -> GroupSpec:
+    if kind == "full_attention":
+        return GroupSpec(kind="full", layers=layers)
+    return GroupSpec(kind="sliding_window", layers=layers, window_tokens=config.sliding_window)
 
 
 def eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
