@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvferry.cluster.serving.legs import EngineLink
+from kvferry.cluster.serving.pool_size import KvSize
 from kvferry.cluster.serving.rank_actor import RankActor, RankSettings
 from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
 from kvferry.cluster.serving.router import Router, RouterSettings
@@ -92,7 +94,9 @@ class Service:
     ports: dict[str, InProcessCoordinator] = field(default_factory=dict)
     calls: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
-    def settings(self, name: str, role: Role, **changes: object) -> RankSettings:
+    def settings(
+        self, name: str, role: Role, *, num_blocks: int = 200, **changes: object
+    ) -> RankSettings:
         values: dict[str, object] = {
             "instance_id": InstanceId(name),
             "role": role,
@@ -100,7 +104,8 @@ class Service:
             "dtype": "float32",
             "device": "cpu",
             "block_tokens": BLOCK_TOKENS,
-            "num_blocks": 200,
+            "kv_size": KvSize(num_blocks=num_blocks),
+            "max_model_len": None,
             "token_budget": 64,
             "max_running": 8,
             "policy": "fcfs",
@@ -111,7 +116,7 @@ class Service:
         }
         return RankSettings(**(values | changes))  # type: ignore[arg-type]
 
-    def add(self, name: str, role: Role, **changes: object) -> InstanceInfo:
+    def add(self, name: str, role: Role, **changes: Any) -> InstanceInfo:
         actor = RankActor(self.settings(name, role, **changes), lambda: "127.0.0.1")
         self.actors.append(actor)
         self.ports[name] = InProcessCoordinator(self.coordinator)

@@ -9,8 +9,10 @@ import typer
 from rich.console import Console
 
 from kvferry.cluster import ray_environment
-from kvferry.cluster.config import ServiceConfig
+from kvferry.cluster.byte_size import parse_bytes
+from kvferry.cluster.config import DEFAULT_KV_SIZE, ServiceConfig
 from kvferry.cluster.progress import stderr_progress
+from kvferry.cluster.serving.pool_size import KvSize, LengthLimit
 from kvferry.proto.errors import ConfigError
 from kvferry.worker.model.sampling import SamplingParams
 
@@ -24,13 +26,40 @@ kvferry demo --json > result.json              one JSON object on stdout
 
 kvferry demo --model Qwen/Qwen2.5-0.5B-Instruct --num-blocks 400
 
+kvferry demo --kv-bytes 512MiB                 pools of so many bytes
+
+kvferry demo --memory-fraction 0.25 --max-model-len auto
+
 kvferry demo --address auto                    on the Ray cluster this runs in (a Ray job)
 """
 
 Prefill = Annotated[int, typer.Option(help="Prefill instances.")]
 Decode = Annotated[int, typer.Option(help="Decode instances.")]
 BlockTokens = Annotated[int, typer.Option(help="Tokens per block.")]
-NumBlocks = Annotated[int, typer.Option(help="Blocks per instance, the null block included.")]
+NumBlocks = Annotated[
+    int | None,
+    typer.Option(
+        help="Blocks per instance, the null block included; "
+        f"{DEFAULT_KV_SIZE.num_blocks} where nothing else sizes the pool."
+    ),
+]
+KvBytes = Annotated[
+    str | None,
+    typer.Option(help="Instead: bytes per instance for the KV cache, such as 512MiB or 2GB."),
+]
+MemoryFraction = Annotated[
+    float | None,
+    typer.Option(
+        help="Instead: fraction of the device's memory that one instance may take, model included."
+    ),
+]
+MaxModelLen = Annotated[
+    str | None,
+    typer.Option(
+        help="Most tokens of a request, or auto: the longest that fits the pool. By default the "
+        "model's limit."
+    ),
+]
 Requests = Annotated[int, typer.Option(help="Requests, over 3 sessions.")]
 MaxTokens = Annotated[int, typer.Option(help="Tokens generated per request.")]
 Model = Annotated[
@@ -59,7 +88,10 @@ def demo(
     prefill: Prefill = 1,
     decode: Decode = 2,
     block_tokens: BlockTokens = 16,
-    num_blocks: NumBlocks = 512,
+    num_blocks: NumBlocks = None,
+    kv_bytes: KvBytes = None,
+    memory_fraction: MemoryFraction = None,
+    max_model_len: MaxModelLen = None,
     requests: Requests = 9,
     max_tokens: MaxTokens = 24,
     model: Model = None,
@@ -84,7 +116,8 @@ def demo(
         num_prefill=prefill,
         num_decode=decode,
         block_tokens=block_tokens,
-        num_blocks=num_blocks,
+        kv_size=_kv_size(num_blocks, kv_bytes, memory_fraction),
+        max_model_len=_length_limit(max_model_len),
         hash_seed=hash_seed,
         ray_address=address,
         bind=bind,
@@ -94,6 +127,29 @@ def demo(
     if requests < 1:
         raise ConfigError("--requests is too small", given=requests, allowed=">= 1")
     return _run(config, sampling, requests, as_json=as_json)
+
+
+def _kv_size(num_blocks: int | None, kv_bytes: str | None, memory_fraction: float | None) -> KvSize:
+    if num_blocks is None and kv_bytes is None and memory_fraction is None:
+        return DEFAULT_KV_SIZE
+    return KvSize(
+        num_blocks=num_blocks,
+        kv_bytes=None if kv_bytes is None else parse_bytes(kv_bytes),
+        memory_fraction=memory_fraction,
+    )
+
+
+def _length_limit(text: str | None) -> LengthLimit:
+    if text is None:
+        return None
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            "not a number of tokens", given=text, allowed="an integer >= 1, or auto"
+        ) from None
 
 
 def _run(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from kvferry.cluster.serving.limits import Policy
+from kvferry.cluster.serving.pool_size import KvSize, LengthLimit
 from kvferry.proto.bind import is_loopback, require_safe_bind
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.kv_events import HashForm
@@ -18,6 +19,7 @@ from kvferry.proto.scheme import Algorithm, KeyFormat
 
 MAX_PORT = 65535
 MAX_DIGITS = 10
+DEFAULT_KV_SIZE = KvSize(num_blocks=512)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +91,12 @@ class ServiceConfig:
     block_tokens: int = 16
     """Tokens per block; also the granularity of the hash chain."""
 
-    num_blocks: int = 512
-    """Blocks per instance, the null block included."""
+    kv_size: KvSize = DEFAULT_KV_SIZE
+    """Size of each instance's pool."""
+
+    max_model_len: LengthLimit = None
+    """Most tokens of a request: a number, `auto` (the longest that fits the pool), or the model's
+    own limit."""
 
     hash_seed: str = "0"
     """Text of PYTHONHASHSEED in every process; the root of the hash chain is made from it."""
@@ -135,7 +141,8 @@ class ServiceConfig:
         _at_least(
             self, 1, "num_prefill", "num_decode", "block_tokens", "token_budget", "max_running"
         )
-        _at_least(self, 2, "num_blocks")
+        if self.max_model_len is not None and self.max_model_len != "auto":
+            _at_least(self, 1, "max_model_len")
         if not 0 <= self.port <= MAX_PORT:
             raise ConfigError("port out of range", given=self.port, allowed=f"0 to {MAX_PORT}")
         if not 0 < self.start_timeout_s < math.inf:

@@ -21,6 +21,13 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, s
         ("--num-blocks", "1", "ConfigError"),
         ("--num-blocks", "3.5", "BadInputError"),
         ("--num-blocks", "x", "BadInputError"),
+        ("--kv-bytes", "0", "ConfigError"),
+        ("--kv-bytes", "2 acres", "ConfigError"),
+        ("--memory-fraction", "0", "ConfigError"),
+        ("--memory-fraction", "1.5", "ConfigError"),
+        ("--memory-fraction", "nan", "ConfigError"),
+        ("--max-model-len", "0", "ConfigError"),
+        ("--max-model-len", "all", "ConfigError"),
         ("--block-tokens", "0", "ConfigError"),
         ("--prefill", "0", "ConfigError"),
         ("--decode", "-1", "ConfigError"),
@@ -57,6 +64,14 @@ def test_without_json_nothing_goes_to_stdout(capsys: pytest.CaptureFixture[str])
     code, out, err = run(capsys, "demo", "--num-blocks", "1")
     assert (code, out) == (2, "")
     assert err == "error: num_blocks must be an integer of at least 2; given: 1; allowed: >= 2\n"
+
+
+def test_two_sizes_of_a_pool_are_refused_with_both_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = run(capsys, "demo", "--json", "--num-blocks", "9", "--kv-bytes", "1.5KiB")
+    assert code == 2
+    assert json.loads(out)["error"]["given"] == {"num_blocks": 9, "kv_bytes": 1536}
 
 
 def test_the_version_and_the_examples_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ CONFIG = ServiceConfig(model="some/model")
         ("block_tokens", 1),
         ("token_budget", 1),
         ("max_running", 1),
-        ("num_blocks", 2),
+        ("max_model_len", 1),
     ],
 )
 @pytest.mark.parametrize("as_given", [lambda n: n - 1, float, str, lambda _: True])
@@ -29,6 +29,11 @@ def test_a_size_is_an_integer_from_its_smallest_on(name: str, smallest: int, as_
     with pytest.raises(ConfigError, match=f"^{name} must be an integer") as caught:
         replace(CONFIG, **changes)
     assert (caught.value.given, caught.value.allowed) == (given, f">= {smallest}")
+
+
+@pytest.mark.parametrize("unbounded", ["auto", None])
+def test_a_length_may_be_left_to_the_pool_or_to_the_model(unbounded: Any) -> None:
+    assert replace(CONFIG, max_model_len=unbounded).max_model_len == unbounded
 
 
 @pytest.mark.parametrize("port", [-1, 65536])

@@ -17,6 +17,7 @@ from kvferry.cluster.demo.plan import (
 from kvferry.cluster.demo.report import DemoResult, summary
 from kvferry.cluster.demo.serve import ExtraTimings
 from kvferry.cluster.serving.limits import Limits
+from kvferry.cluster.serving.pool_size import KvSize
 from kvferry.cluster.serving.requests import Accounting, EngineRequest
 from kvferry.cluster.serving.router import Served
 from kvferry.proto.errors import ConfigError, ModelError, NeverFitsError
@@ -83,13 +84,28 @@ def test_the_plan_knows_the_smallest_pool(writer: PromptWriter) -> None:
     assert refused.value.given == {"needed_blocks": needed, "have_blocks": needed - 1}
 
 
-def test_pools_larger_than_this_machine_are_refused_with_the_largest_that_fit() -> None:
-    config = ServiceConfig(model="m", num_blocks=101)
-    require_memory(replace(config, num_blocks=100), block_bytes=10, memory_bytes=3000)
-    with pytest.raises(ConfigError, match="num_blocks <= 100") as refused:
-        require_memory(config, block_bytes=10, memory_bytes=3000)
-    assert refused.value.given == {"kv_bytes": 3030, "memory_bytes": 3000}
-    require_memory(replace(config, ray_address="auto"), block_bytes=10, memory_bytes=3000)
+@pytest.mark.parametrize(
+    ("fits", "too_much", "allowed"),
+    [
+        (KvSize(num_blocks=100), KvSize(num_blocks=101), "num_blocks <= 100, or kv_bytes <= 1009"),
+        (KvSize(kv_bytes=1009), KvSize(kv_bytes=1010), "num_blocks <= 100, or kv_bytes <= 1009"),
+        (
+            KvSize(memory_fraction=1 / 3),
+            KvSize(memory_fraction=0.34),
+            "memory_fraction <= 0.333",
+        ),
+    ],
+)
+def test_pools_larger_than_this_machine_are_refused_with_the_largest_that_fit(
+    fits: KvSize, too_much: KvSize, allowed: str
+) -> None:
+    config = ServiceConfig(model="m", kv_size=fits)
+    require_memory(config, block_bytes=10, memory_bytes=3029)
+    config = replace(config, kv_size=too_much)
+    with pytest.raises(ConfigError) as refused:
+        require_memory(config, block_bytes=10, memory_bytes=3029)
+    assert refused.value.allowed == allowed
+    require_memory(replace(config, ray_address="auto"), block_bytes=10, memory_bytes=3029)
 
 
 @pytest.mark.parametrize(

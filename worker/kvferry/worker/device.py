@@ -10,7 +10,7 @@ dominate.
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvferry.proto.errors import ConfigError
+from kvferry.worker import host_memory
 
 HostBytes = npt.NDArray[np.uint8]
 
@@ -34,6 +35,15 @@ class Device(Protocol):
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return a zeroed uint8 tensor of shape [num_bytes] on the device."""
+
+    def total_bytes(self) -> int:
+        """Return the device's memory in bytes, as far as this process may use it."""
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Run `work` and return the most bytes of the device that were in use meanwhile.
+
+        What was in use before (the weights) counts; what `work` lets go of as well.
+        """
 
     def as_bytes(self, raw: torch.Tensor) -> DeviceBytes:
         """Return the same memory as a uint8 tensor of the device, in the form pieces have."""
@@ -82,6 +92,14 @@ class CpuDevice:
         """Return a zeroed uint8 tensor of shape [num_bytes]."""
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
+    def total_bytes(self) -> int:
+        """Return the memory of the machine or of this process's control group, the lesser."""
+        return host_memory.total_bytes()
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Run `work` and return the most that this process had in memory meanwhile."""
+        return host_memory.peak_resident_bytes(work)
+
     def as_bytes(self, raw: torch.Tensor) -> HostBytes:
         """Return the tensor's memory as an array."""
         array: HostBytes = raw.numpy()
@@ -113,6 +131,22 @@ class CudaDevice:
         tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         torch.cuda.synchronize(self._device)
         return tensor
+
+    def total_bytes(self) -> int:
+        """Return the memory of the GPU."""
+        _, total = torch.cuda.mem_get_info(self._device)
+        return total
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Run `work` and return the most that was in use of the GPU, by other processes too."""
+        # What torch holds in reserve counts, because nobody else can have it.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        work()
+        torch.cuda.synchronize(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        beside_torch = total - free - torch.cuda.memory_reserved(self._device)
+        return torch.cuda.max_memory_reserved(self._device) + max(beside_torch, 0)
 
     def as_bytes(self, raw: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself."""

@@ -1,13 +1,17 @@
 """What a demo run needs at least, known before anything is started."""
 
+import math
 from collections.abc import Iterator
 
 from kvferry.cluster.config import ServiceConfig
 from kvferry.cluster.demo.conversation import PromptWriter, Turn
 from kvferry.cluster.serving.limits import Limits, require_fits
+from kvferry.cluster.serving.pool_size import PoolPlan, plan_pool
 from kvferry.cluster.serving.requests import EngineRequest
 from kvferry.proto.errors import ConfigError
+from kvferry.proto.group_specs import specs_of
 from kvferry.proto.ids import RequestId
+from kvferry.worker.model.loading import ModelFacts
 from kvferry.worker.model.sampling import SamplingParams
 
 EXTRA_MAX_TOKENS = 2
@@ -45,6 +49,40 @@ def require_all_fit(requests: tuple[EngineRequest, ...], limits: Limits) -> None
         require_fits(request, limits)
 
 
+def planned_pool(config: ServiceConfig, facts: ModelFacts) -> PoolPlan | None:
+    """Return the pool that every instance will have; None where only measuring can tell.
+
+    Raises:
+        ConfigError: as `plan_pool`.
+    """
+    size = config.kv_size
+    if size.memory_fraction is not None:
+        return None
+    return plan_pool(
+        facts.identity,
+        who="each instance",
+        block_tokens=config.block_tokens,
+        token_budget=config.token_budget,
+        model_len=facts.max_model_len,
+        max_model_len=config.max_model_len,
+        num_blocks=size.num_blocks,
+        kv_bytes=size.kv_bytes or 0,
+    )
+
+
+def limits_of(config: ServiceConfig, facts: ModelFacts, pool: PoolPlan) -> Limits:
+    """Return what an engine with this pool can take."""
+    return Limits(
+        num_blocks=pool.num_blocks,
+        block_tokens=config.block_tokens,
+        max_model_len=pool.max_model_len,
+        token_budget=config.token_budget,
+        max_running=config.max_running,
+        specs=specs_of(facts.identity, config.block_tokens),
+        policy=config.policy,
+    )
+
+
 def require_memory(config: ServiceConfig, *, block_bytes: int, memory_bytes: int) -> None:
     """Refuse pools that this machine's memory cannot hold, when all instances are to run on it.
 
@@ -54,14 +92,27 @@ def require_memory(config: ServiceConfig, *, block_bytes: int, memory_bytes: int
         memory_bytes: of this machine.
 
     Raises:
-        ConfigError: with the bytes of both.
+        ConfigError: with the sizes of both.
     """
-    kv_bytes = config.num_instances * config.num_blocks * block_bytes
-    if config.ray_address == "local" and kv_bytes > memory_bytes:
+    if config.ray_address != "local":
+        return
+    size, num_instances = config.kv_size, config.num_instances
+    if size.memory_fraction is not None:
+        each = math.floor(1000 / num_instances) / 1000
+        if size.memory_fraction * num_instances > 1:
+            raise ConfigError(
+                f"{num_instances} instances on one machine cannot take such a part of it each",
+                given={"memory_fraction": size.memory_fraction},
+                allowed=f"memory_fraction <= {each:g}",
+            )
+        return
+    pool_bytes = size.kv_bytes or (size.num_blocks or 0) * block_bytes
+    if pool_bytes * num_instances > memory_bytes:
+        each_bytes = memory_bytes // num_instances
         raise ConfigError(
-            f"{config.num_instances} pools of {config.num_blocks} blocks do not fit this machine",
-            given={"kv_bytes": kv_bytes, "memory_bytes": memory_bytes},
-            allowed=f"num_blocks <= {memory_bytes // (config.num_instances * block_bytes)}",
+            f"the pools of {num_instances} instances do not fit this machine",
+            given={"kv_bytes": pool_bytes * num_instances, "memory_bytes": memory_bytes},
+            allowed=f"num_blocks <= {each_bytes // block_bytes}, or kv_bytes <= {each_bytes}",
         )
 
 

@@ -49,6 +49,9 @@ def to_json(result: DemoResult) -> dict[str, Any]:
             {
                 "id": info.instance_id,
                 "role": info.role,
+                "num_blocks": info.num_blocks,
+                "block_bytes": info.identity.block_bytes(info.layout.block_tokens),
+                "max_model_len": info.max_model_len,
                 "ranks": [{"rank": i, "pid": pid} for i, pid in enumerate(info.rank_pids)],
             }
             for info in result.instances

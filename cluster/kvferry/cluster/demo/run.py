@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -10,18 +9,21 @@ from kvferry.cluster.config import ServiceConfig
 from kvferry.cluster.demo.check import check_outputs
 from kvferry.cluster.demo.conversation import PromptWriter, plan_turns
 from kvferry.cluster.demo.plan import (
+    limits_of,
     longest_requests,
     min_num_blocks,
+    planned_pool,
     require_all_fit,
     require_memory,
 )
 from kvferry.cluster.demo.report import DemoResult
 from kvferry.cluster.demo.serve import ExtraTimings, converse, time_extra_prompt
 from kvferry.cluster.ray_launcher import RayService, running_service
-from kvferry.cluster.serving.limits import Limits
+from kvferry.cluster.serving.pool_size import PoolPlan, pool_of
 from kvferry.cluster.serving.router import Router, RouterSettings, Served
-from kvferry.proto.group_specs import specs_of
-from kvferry.worker.model.loading import ModelFacts, inspect_model
+from kvferry.proto.messages import InstanceInfo
+from kvferry.worker import host_memory
+from kvferry.worker.model.loading import inspect_model
 from kvferry.worker.model.sampling import SamplingParams
 
 Progress = Callable[[str], None]
@@ -47,17 +49,18 @@ def run_demo(config: ServiceConfig, settings: DemoSettings, progress: Progress) 
     progress(f"reading the model {config.model}")
     facts = inspect_model(config.model, dtype=config.dtype)
     writer = PromptWriter(facts.tokenizer, facts.eos_token_ids)
-    limits = _limits(config, facts)
     longest = tuple(longest_requests(turns, writer, settings.sampling))
-    require_all_fit(longest, limits)
+    pool = planned_pool(config, facts)
+    if pool is not None:
+        require_all_fit(longest, limits_of(config, facts, pool))
     block_bytes = facts.identity.block_bytes(config.block_tokens)
-    require_memory(config, block_bytes=block_bytes, memory_bytes=_memory_bytes())
+    require_memory(config, block_bytes=block_bytes, memory_bytes=host_memory.total_bytes())
     with running_service(config, facts.identity, progress) as service:
-        for launched in service.instances:
-            info = launched.info
-            ranks = ", ".join(f"rank {i} pid {pid}" for i, pid in enumerate(info.rank_pids))
-            progress(f"{info.instance_id} ({info.role}) at {info.address}: {ranks}")
+        pools = [_tell_instance(launched.info, progress) for launched in service.instances]
         progress(f"control front at {service.control_address}")
+        # Measured pools differ, and any instance may get any request.
+        limits = limits_of(config, facts, min(pools, key=lambda one: one.num_blocks))
+        require_all_fit(longest, limits)
 
         async def conversation() -> tuple[tuple[Served, ...], ExtraTimings | None]:
             async with _router(service) as router:
@@ -79,20 +82,12 @@ def run_demo(config: ServiceConfig, settings: DemoSettings, progress: Progress) 
     )
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _limits(config: ServiceConfig, facts: ModelFacts) -> Limits:
-    return Limits(
-        num_blocks=config.num_blocks,
-        block_tokens=config.block_tokens,
-        max_model_len=facts.max_model_len,
-        token_budget=config.token_budget,
-        max_running=config.max_running,
-        specs=specs_of(facts.identity, config.block_tokens),
-        policy=config.policy,
-    )
+def _tell_instance(info: InstanceInfo, progress: Progress) -> PoolPlan:
+    pool = pool_of(info)
+    ranks = ", ".join(f"rank {i} pid {pid}" for i, pid in enumerate(info.rank_pids))
+    progress(f"{info.instance_id} ({info.role}) at {info.address}: {ranks}")
+    progress(f"{info.instance_id} has {pool}")
+    return pool
 
 
 @contextlib.asynccontextmanager

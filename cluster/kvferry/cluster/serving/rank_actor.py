@@ -17,8 +17,10 @@ import torch
 from kvferry.cluster.ports import CoordinatorPort
 from kvferry.cluster.serving.engine import Engine
 from kvferry.cluster.serving.limits import Limits, Policy
+from kvferry.cluster.serving.pool_size import KvSize, LengthLimit, PoolPlan, plan_pool
 from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
 from kvferry.cluster.serving.sequence import Run
+from kvferry.coordinator.sizing import kv_cache_bytes
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.group_specs import specs_of
 from kvferry.proto.hashing import make_scheme
@@ -26,9 +28,10 @@ from kvferry.proto.ids import Incarnation, InstanceId, RequestId
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import InstanceInfo, Registered, RegisterInstance, Role
 from kvferry.proto.scheme import Algorithm, HashScheme, KeyFormat
-from kvferry.worker.device import open_device
+from kvferry.worker.device import Device, open_device
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.model.loading import LoadedModel, load_model
+from kvferry.worker.model.profiling import non_kv_peak_bytes
 from kvferry.worker.model.runner import ModelRunner, SequenceSlice
 from kvferry.worker.model.sampling import sample
 from kvferry.worker.service import WorkerService
@@ -42,7 +45,7 @@ WILDCARD_HOSTS = ("0.0.0.0", "::")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
-    """What a rank is told by the launcher; sizes in tokens or blocks (null block included)."""
+    """What a rank is told by the launcher; sizes in tokens where nothing else is said."""
 
     instance_id: InstanceId
     role: Role
@@ -50,7 +53,8 @@ class RankSettings:
     dtype: str
     device: str
     block_tokens: int
-    num_blocks: int
+    kv_size: KvSize
+    max_model_len: LengthLimit
     token_budget: int
     max_running: int
     policy: Policy
@@ -95,7 +99,7 @@ class RankActor:
 
         Raises:
             ModelError: the model cannot be loaded.
-            ConfigError: sizes or the environment are wrong.
+            ConfigError: sizes or the environment are wrong, or the memory is too small.
             MismatchError: the coordinator refused the registration.
         """
         settings = self._settings
@@ -105,10 +109,11 @@ class RankActor:
         loaded = load_model(settings.model, dtype=settings.dtype)
         device = open_device(settings.device)
         torch.nn.Module.to(loaded.model, device.name)
+        pool = _plan_pool(settings, loaded, device)
         memory = KvMemory(
             device,
             loaded.identity,
-            num_blocks=settings.num_blocks,
+            num_blocks=pool.num_blocks,
             block_tokens=settings.block_tokens,
         )
         incarnation = Incarnation(time.time_ns())
@@ -121,9 +126,9 @@ class RankActor:
             identity=loaded.identity,
             scheme=scheme,
             layout=Layout(block_tokens=settings.block_tokens),
-            num_blocks=settings.num_blocks,
+            num_blocks=pool.num_blocks,
             address=self._serve(worker),
-            max_model_len=loaded.max_model_len,
+            max_model_len=pool.max_model_len,
             max_in_flight_tokens=settings.token_budget,
             rank_pids=(os.getpid(),),
             version=version("kvferry"),
@@ -134,9 +139,9 @@ class RankActor:
             incarnation=incarnation,
             epoch=registered.epoch,
             limits=Limits(
-                num_blocks=settings.num_blocks,
+                num_blocks=pool.num_blocks,
                 block_tokens=settings.block_tokens,
-                max_model_len=loaded.max_model_len,
+                max_model_len=pool.max_model_len,
                 token_budget=settings.token_budget,
                 max_running=settings.max_running,
                 specs=specs_of(loaded.identity, settings.block_tokens),
@@ -190,6 +195,32 @@ class RankActor:
         if self._engine is None:
             raise ConfigError(f"instance {self._settings.instance_id} has not been started")
         return self._engine
+
+
+def _plan_pool(settings: RankSettings, loaded: LoadedModel, device: Device) -> PoolPlan:
+    """Plan the rank's pool; only a fraction of the memory needs measuring."""
+    kv_bytes = settings.kv_size.kv_bytes or 0
+    if settings.kv_size.memory_fraction is not None:
+        total_bytes = device.total_bytes()
+        peak_bytes = non_kv_peak_bytes(
+            loaded,
+            device,
+            block_tokens=settings.block_tokens,
+            token_budget=settings.token_budget,
+            max_running=settings.max_running,
+        )
+        log.info("%d of %d bytes are taken beside the KV cache", peak_bytes, total_bytes)
+        kv_bytes = kv_cache_bytes(total_bytes, settings.kv_size.memory_fraction, peak_bytes)
+    return plan_pool(
+        loaded.identity,
+        who=settings.instance_id,
+        block_tokens=settings.block_tokens,
+        token_budget=settings.token_budget,
+        model_len=loaded.max_model_len,
+        max_model_len=settings.max_model_len,
+        num_blocks=settings.kv_size.num_blocks,
+        kv_bytes=kv_bytes,
+    )
 
 
 class _Forward:
