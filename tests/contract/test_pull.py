@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.builders import make_identity
 
 from kvferry.proto.errors import KvferryError
-from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, Incarnation, LeaseId
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.device import open_device
@@ -22,18 +22,7 @@ from kvferry.worker.source import make_frame
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import FetchAsk, make_fetch_ask
 
-IDENTITY = Identity(
-    model="tiny",
-    weight_version="1",
-    weight_dtype="float32",
-    kv_dtype="float32",
-    kv_scales="",
-    rope="",
-    num_layers=2,
-    num_kv_heads=1,
-    head_size=8,
-    groups=(GroupSpec(kind="full", layers=(0, 1)),),
-)
+IDENTITY = make_identity(num_layers=2)
 NUM_BLOCKS = 9
 HASHES = [BlockHash(hashlib.sha256(bytes([i])).digest()) for i in range(8)]
 DESTINATIONS = [BlockId(block_id) for block_id in (8, 3, 5, 1, 7, 2, 6, 4)]

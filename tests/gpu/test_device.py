@@ -2,8 +2,8 @@ import threading
 
 import pytest
 import torch
+from tests.builders import make_identity
 
-from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import BlockId
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.device import open_device
@@ -16,17 +16,8 @@ pytestmark = [
 ]
 
 
-IDENTITY = Identity(
-    model="tiny",
-    weight_version="1",
-    weight_dtype="bfloat16",
-    kv_dtype="bfloat16",
-    kv_scales="",
-    rope="",
-    num_layers=3,
-    num_kv_heads=2,
-    head_size=64,
-    groups=(GroupSpec(kind="full", layers=(0, 1, 2)),),
+IDENTITY = make_identity(
+    weight_dtype="bfloat16", kv_dtype="bfloat16", num_layers=3, num_kv_heads=2, head_size=64
 )
 
 
@@ -89,3 +80,14 @@ def test_threads_do_not_share_a_staging_buffer() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_the_peak_of_the_gpu_counts_what_was_there_before_and_what_is_gone_again() -> None:
+    mib = 1024 * 1024
+    device = open_device("cuda")
+    before = device.peak_bytes(lambda: None)
+    kept = device.allocate(512 * mib)
+    peak = device.peak_bytes(lambda: device.allocate(256 * mib))
+    assert 700 * mib < peak - before < 900 * mib
+    assert peak < device.total_bytes()
+    assert kept.numel() == 512 * mib

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from tests.builders import make_identity
 from tests.integration.transfer_peer import hash_of
 
 from kvferry.proto.errors import BadInputError, InvariantError
-from kvferry.proto.identity import GroupSpec, Identity
+from kvferry.proto.identity import GroupSpec
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, Incarnation, LeaseId, pack_group
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Geometry, Header
@@ -21,20 +22,11 @@ from kvferry.worker.transfer_client import TransferClient
 from kvferry.worker.transfer_wire import FetchAsk, make_fetch_ask, make_store_ask
 
 FULL, WINDOW = GroupId(0), GroupId(1)
-IDENTITY = Identity(
-    model="hybrid",
-    weight_version="1",
-    weight_dtype="float32",
-    kv_dtype="float32",
-    kv_scales="",
-    rope="",
-    num_layers=5,
-    num_kv_heads=1,
-    head_size=8,
+IDENTITY = make_identity(
     groups=(
         GroupSpec(kind="full", layers=(0, 3)),
         GroupSpec(kind="sliding_window", layers=(1, 2, 4), window_tokens=4),
-    ),
+    )
 )
 NUM_BLOCKS = 9
 HASHES = [hash_of(index) for index in range(4)]

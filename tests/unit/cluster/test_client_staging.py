@@ -3,23 +3,12 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
+from tests.builders import make_identity
 
 from kvferry.cluster.client_staging import require_layers, require_writable
 from kvferry.proto.errors import BadInputError
-from kvferry.proto.identity import GroupSpec, Identity
 
-IDENTITY = Identity(
-    model="tiny",
-    weight_version="v1",
-    weight_dtype="float32",
-    kv_dtype="float32",
-    kv_scales="",
-    rope="default",
-    num_layers=2,
-    num_kv_heads=3,
-    head_size=8,
-    groups=(GroupSpec(kind="full", layers=(0, 1)),),
-)
+IDENTITY = make_identity(num_layers=2, num_kv_heads=3)
 SHAPE = (2, 8, 3, 8)
 
 

@@ -98,14 +98,14 @@ def test_memory_that_the_model_has_used_up_is_refused(kv_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("size", [{"num_blocks": 11}, {"kv_bytes": 11 * BLOCK_BYTES}])
-def test_auto_bounds_requests_to_the_longest_that_fits(size: dict[str, int]) -> None:
+def test_auto_bounds_requests_to_the_longest_that_fits(size: dict[str, Any]) -> None:
     planned = plan(max_model_len="auto", **size)
     assert (planned.max_model_len, planned.fitting_tokens) == (40, 40)
     assert planned.concurrency == 1.1
 
 
 @pytest.mark.parametrize("size", [{"num_blocks": 11}, {"kv_bytes": 11 * BLOCK_BYTES}])
-def test_a_length_that_was_asked_for_must_fit(size: dict[str, int]) -> None:
+def test_a_length_that_was_asked_for_must_fit(size: dict[str, Any]) -> None:
     assert plan(max_model_len=40, **size).max_model_len == 40
     with pytest.raises(ConfigError) as refused:
         plan(max_model_len=41, **size)

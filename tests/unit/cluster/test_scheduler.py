@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass, field
 
 import pytest
+from tests.builders import make_identity, make_info
 
 from kvferry.cluster.serving.limits import Limits, Policy, require_fits
 from kvferry.cluster.serving.requests import EngineRequest, Finished, Output
@@ -14,11 +15,8 @@ from kvferry.coordinator.service import CoordinatorService
 from kvferry.proto.errors import ConfigError, NeverFitsError, PromptTooLongError
 from kvferry.proto.group_specs import specs_of
 from kvferry.proto.hashing import hash_tokens, make_scheme
-from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import Epoch, Incarnation, InstanceId, RequestId
-from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
-    InstanceInfo,
     Locate,
     Located,
     RegisterInstance,
@@ -29,18 +27,7 @@ from kvferry.worker.model.sampling import SamplingParams
 
 BLOCK = 4
 SCHEME = make_scheme(seed="0", hash_block_tokens=BLOCK)
-IDENTITY = Identity(
-    model="m",
-    weight_version="1",
-    weight_dtype="float32",
-    kv_dtype="float32",
-    kv_scales="",
-    rope="",
-    num_layers=1,
-    num_kv_heads=1,
-    head_size=2,
-    groups=(GroupSpec(kind="full", layers=(0,)),),
-)
+IDENTITY = make_identity(head_size=2)
 EOS = 99
 
 
@@ -87,18 +74,14 @@ class Rig:
 
     def add_instance(self, name: str, role: Role = "decode", **changes: object) -> Scheduler:
         bounds = limits(**changes)  # type: ignore[arg-type]
-        info = InstanceInfo(
-            instance_id=InstanceId(name),
+        info = make_info(
+            name,
             role=role,
-            incarnation=Incarnation(1),
             identity=IDENTITY,
             scheme=SCHEME,
-            layout=Layout(block_tokens=BLOCK),
+            block_tokens=BLOCK,
             num_blocks=bounds.num_blocks,
-            address=f"{name}:1",
             max_model_len=bounds.max_model_len,
-            rank_pids=(1,),
-            version="0",
         )
         self.service.handle(RegisterInstance(call_id=name, info=info), 0.0)
         scheduler = Scheduler(limits=bounds, scheme=SCHEME, eos_token_ids=frozenset({EOS}))

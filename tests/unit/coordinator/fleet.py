@@ -4,6 +4,8 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
 
+from tests.builders import make_identity, make_info
+
 from kvferry.coordinator.service import CoordinatorService
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import (
@@ -17,7 +19,6 @@ from kvferry.proto.ids import (
     RequestId,
 )
 from kvferry.proto.instance_stats import InstanceStats
-from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
     AcquireLease,
     CloseHandoff,
@@ -58,18 +59,7 @@ SCHEME = HashScheme(
     hash_block_tokens=BLOCK_TOKENS,
     none_hash=b"\x01" * 32,
 )
-IDENTITY = Identity(
-    model="m",
-    weight_version="1",
-    weight_dtype="float32",
-    kv_dtype="float32",
-    kv_scales="",
-    rope="",
-    num_layers=1,
-    num_kv_heads=1,
-    head_size=8,
-    groups=(GroupSpec(kind="full", layers=(0,)),),
-)
+IDENTITY = make_identity()
 HYBRID = replace(
     IDENTITY,
     num_layers=4,
@@ -89,20 +79,13 @@ def chain(text: str) -> tuple[BlockHash, ...]:
 
 
 def info(name: str, num_blocks: int = 10, incarnation: int = 1, **changes: Any) -> InstanceInfo:
-    made = InstanceInfo(
-        instance_id=InstanceId(name),
-        role="decode",
-        incarnation=Incarnation(incarnation),
-        identity=IDENTITY,
-        scheme=SCHEME,
-        layout=Layout(block_tokens=BLOCK_TOKENS),
+    return make_info(
+        name,
+        block_tokens=BLOCK_TOKENS,
         num_blocks=num_blocks,
-        address=f"127.0.0.1:{name}",
-        max_model_len=1000,
-        rank_pids=(1,),
-        version="0.1.0",
+        incarnation=Incarnation(incarnation),
+        **{"scheme": SCHEME} | changes,
     )
-    return replace(made, **changes)
 
 
 def admit(name: str, text: str, extra_tokens: int = 1, **changes: Any) -> AdmitAsk:

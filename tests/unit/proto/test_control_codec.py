@@ -3,19 +3,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.builders import make_identity, make_info
 
 from kvferry.proto import control_codec as codec
 from kvferry.proto.errors import BadInputError, ConfigError
-from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import BlockHash, Epoch, Incarnation, InstanceId, LeaseId
 from kvferry.proto.instance_stats import Histogram, InstanceStats, Residency, TokenCounts
-from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
     AcquireLease,
     Description,
     Done,
     Holder,
-    InstanceInfo,
     InstanceStatus,
     KvEventsPlace,
     Leased,
@@ -31,18 +29,7 @@ from kvferry.proto.v1 import control_pb2 as pb
 SCHEME = HashScheme(
     algorithm="sha256_cbor", key_format="0.32", hash_block_tokens=16, none_hash=b"\x01" * 32
 )
-IDENTITY = Identity(
-    model="tiny",
-    weight_version="v1",
-    weight_dtype="float32",
-    kv_dtype="float32",
-    kv_scales="",
-    rope="default",
-    num_layers=2,
-    num_kv_heads=3,
-    head_size=4,
-    groups=(GroupSpec(kind="full", layers=(0, 1)),),
-)
+IDENTITY = make_identity(num_layers=2, num_kv_heads=3, head_size=4)
 SOURCE = Source(
     instance_id=InstanceId("store-0"), incarnation=Incarnation(2**53), address="127.0.0.1:7"
 )
@@ -132,18 +119,14 @@ def test_replies_survive_the_wire(
 
 
 def test_a_description_keeps_every_field() -> None:
-    info = InstanceInfo(
-        instance_id=SOURCE.instance_id,
-        role="decode",
+    info = make_info(
+        SOURCE.instance_id,
         incarnation=SOURCE.incarnation,
         identity=IDENTITY,
         scheme=SCHEME,
-        layout=Layout(block_tokens=16),
         num_blocks=101,
-        address=SOURCE.address,
         max_model_len=4096,
         rank_pids=(12, 34),
-        version="0.1.0",
     )
     histogram = Histogram(upper_ends_s=(0.5, 2.0), counts=(1, 0, 4), sum_s=12.25)
     stats = InstanceStats(

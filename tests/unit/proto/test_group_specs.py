@@ -2,10 +2,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.builders import make_identity
 
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.group_specs import spec_of_group
-from kvferry.proto.identity import GroupSpec, Identity
+from kvferry.proto.identity import GroupSpec
 from kvferry.proto.specs import (
     ChunkedLocalSpec,
     FullSpec,
@@ -13,16 +14,9 @@ from kvferry.proto.specs import (
     SlidingWindowSpec,
 )
 
-IDENTITY = Identity(
-    model="m",
-    weight_version="w",
-    weight_dtype="float32",
+IDENTITY = make_identity(
     kv_dtype="bfloat16",
-    kv_scales="",
-    rope="",
-    num_layers=4,
     num_kv_heads=2,
-    head_size=8,
     groups=(
         GroupSpec(kind="full", layers=(0,)),
         GroupSpec(kind="sliding_window", layers=(1,), window_tokens=6),

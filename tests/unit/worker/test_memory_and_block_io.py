@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.builders import make_identity
 
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.identity import GroupSpec, Identity
@@ -12,18 +13,7 @@ from kvferry.worker.frames import Place
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.slot_mapping import slots
 
-IDENTITY = Identity(
-    model="tiny",
-    weight_version="1",
-    weight_dtype="float32",
-    kv_dtype="float32",
-    kv_scales="",
-    rope="",
-    num_layers=3,
-    num_kv_heads=2,
-    head_size=8,
-    groups=(GroupSpec(kind="full", layers=(0, 1, 2)),),
-)
+IDENTITY = make_identity(num_layers=3, num_kv_heads=2)
 # Group 0 has layers 1 and 4; the two windowed groups have the others, group 2 one layer less.
 HYBRID = replace(
     IDENTITY,

@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+from tests.builders import make_identity
 
 from kvferry.proto.errors import (
     BadInputError,
@@ -17,7 +18,7 @@ from kvferry.proto.errors import (
     TransferError,
     UnavailableError,
 )
-from kvferry.proto.identity import GroupSpec, Identity
+from kvferry.proto.identity import Identity
 from kvferry.proto.ids import (
     FIRST_GROUP,
     BlockHash,
@@ -39,18 +40,7 @@ from kvferry.worker.service import WorkerService
 from kvferry.worker.source import make_frame
 from kvferry.worker.transfer_wire import StoreAsk, make_store_ask
 
-IDENTITY = Identity(
-    model="tiny",
-    weight_version="1",
-    weight_dtype="float32",
-    kv_dtype="float32",
-    kv_scales="",
-    rope="",
-    num_layers=1,
-    num_kv_heads=1,
-    head_size=2,
-    groups=(GroupSpec(kind="full", layers=(0,)),),
-)
+IDENTITY = make_identity(head_size=2)
 HASHES = tuple(BlockHash(hashlib.sha256(bytes([i])).digest()) for i in range(3))
 
 

@@ -1,9 +1,10 @@
 from dataclasses import replace
 
 import pytest
+from tests.builders import make_identity
 
 from kvferry.proto.errors import BadInputError, TransferError
-from kvferry.proto.identity import GroupSpec, Identity, identity_from_cbor
+from kvferry.proto.identity import identity_from_cbor
 from kvferry.proto.ids import BlockHash, GroupId
 from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker.frames import Frame, Geometry, Header, Segment
@@ -21,18 +22,7 @@ from kvferry.worker.transfer_wire import (
 )
 
 GEOMETRY = Geometry(num_layers=3, page_bytes=100, block_tokens=16)
-IDENTITY = Identity(
-    model="tiny",
-    weight_version="1",
-    weight_dtype="float32",
-    kv_dtype="float32",
-    kv_scales="",
-    rope="",
-    num_layers=1,
-    num_kv_heads=1,
-    head_size=2,
-    groups=(GroupSpec(kind="full", layers=(0,)),),
-)
+IDENTITY = make_identity(head_size=2)
 HASHES = [BlockHash(bytes([i]) * 32) for i in range(3)]
 
 
