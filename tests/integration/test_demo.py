@@ -192,9 +192,15 @@ def test_a_small_pool_preempts_and_stays_equal(start_demo: StartDemo, tiny_model
 def test_a_hybrid_model_is_served_with_equal_outputs(
     start_demo: StartDemo, tiny_hybrid_model: Path
 ) -> None:
-    demo = start_demo("--model", str(tiny_hybrid_model))
+    # A block takes 4 KiB; 512 of them do not hold the model's longest request.
+    size = ("--kv-bytes", "2MiB", "--max-model-len", "auto")
+    demo = start_demo("--model", str(tiny_hybrid_model), *size)
     code, result = demo.end()
     assert code == 0, "".join(demo.lines)
+    for instance in result["instances"]:
+        assert (instance["num_blocks"], instance["block_bytes"]) == (512, 4096)
+        assert 7000 < instance["max_model_len"] < 8192
+    assert any("prefill-0 has 512 blocks of 4096 bytes, room for 1.0" in x for x in demo.lines)
     summary = result["summary"]
     assert (summary["equal"], summary["total"]) == (8, 8)
     for served in result["requests"]:
@@ -226,6 +232,17 @@ def test_a_pool_below_the_minimum_is_refused_before_anything_starts(
     assert code == 2
     given = result["error"]["given"]
     assert given["have_blocks"] == 60 < given["needed_blocks"]
+    assert not any("Ray" in line for line in demo.lines)
+
+
+def test_too_few_bytes_are_refused_before_anything_starts_with_the_longest_that_would_fit(
+    start_demo: StartDemo,
+) -> None:
+    demo = start_demo("--kv-bytes", "1MiB")
+    code, result = demo.end()
+    assert code == 2
+    # 256 blocks of 16 tokens, less the null block.
+    assert result["error"]["allowed"] == {"num_blocks": 513, "max_model_len": 255 * 16}
     assert not any("Ray" in line for line in demo.lines)
 
 
