@@ -10,8 +10,8 @@ from kvferry.cluster.serving.pool_size import PoolPlan, plan_pool
 from kvferry.cluster.serving.requests import EngineRequest
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.group_specs import specs_of
+from kvferry.proto.identity import Identity
 from kvferry.proto.ids import RequestId
-from kvferry.worker.model.loading import ModelFacts
 from kvferry.worker.model.sampling import SamplingParams
 
 EXTRA_MAX_TOKENS = 2
@@ -49,8 +49,10 @@ def require_all_fit(requests: tuple[EngineRequest, ...], limits: Limits) -> None
         require_fits(request, limits)
 
 
-def planned_pool(config: ServiceConfig, facts: ModelFacts) -> PoolPlan | None:
+def planned_pool(config: ServiceConfig, identity: Identity, model_len: int) -> PoolPlan | None:
     """Return the pool that every instance will have; None where only measuring can tell.
+
+    `model_len` is the number of tokens that the model has positions for.
 
     Raises:
         ConfigError: as `plan_pool`.
@@ -59,18 +61,18 @@ def planned_pool(config: ServiceConfig, facts: ModelFacts) -> PoolPlan | None:
     if size.memory_fraction is not None:
         return None
     return plan_pool(
-        facts.identity,
+        identity,
         who="each instance",
         block_tokens=config.block_tokens,
         token_budget=config.token_budget,
-        model_len=facts.max_model_len,
+        model_len=model_len,
         max_model_len=config.max_model_len,
         num_blocks=size.num_blocks,
         kv_bytes=size.kv_bytes or 0,
     )
 
 
-def limits_of(config: ServiceConfig, facts: ModelFacts, pool: PoolPlan) -> Limits:
+def limits_of(config: ServiceConfig, identity: Identity, pool: PoolPlan) -> Limits:
     """Return what an engine with this pool can take."""
     return Limits(
         num_blocks=pool.num_blocks,
@@ -78,7 +80,7 @@ def limits_of(config: ServiceConfig, facts: ModelFacts, pool: PoolPlan) -> Limit
         max_model_len=pool.max_model_len,
         token_budget=config.token_budget,
         max_running=config.max_running,
-        specs=specs_of(facts.identity, config.block_tokens),
+        specs=specs_of(identity, config.block_tokens),
         policy=config.policy,
     )
 

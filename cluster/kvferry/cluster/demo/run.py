@@ -50,16 +50,16 @@ def run_demo(config: ServiceConfig, settings: DemoSettings, progress: Progress) 
     facts = inspect_model(config.model, dtype=config.dtype)
     writer = PromptWriter(facts.tokenizer, facts.eos_token_ids)
     longest = tuple(longest_requests(turns, writer, settings.sampling))
-    pool = planned_pool(config, facts)
+    pool = planned_pool(config, facts.identity, facts.max_model_len)
     if pool is not None:
-        require_all_fit(longest, limits_of(config, facts, pool))
+        require_all_fit(longest, limits_of(config, facts.identity, pool))
     block_bytes = facts.identity.block_bytes(config.block_tokens)
     require_memory(config, block_bytes=block_bytes, memory_bytes=host_memory.total_bytes())
     with running_service(config, facts.identity, progress) as service:
         pools = [_tell_instance(launched.info, progress) for launched in service.instances]
         progress(f"control front at {service.control_address}")
         # Measured pools differ, and any instance may get any request.
-        limits = limits_of(config, facts, min(pools, key=lambda one: one.num_blocks))
+        limits = limits_of(config, facts.identity, min(pools, key=lambda one: one.num_blocks))
         require_all_fit(longest, limits)
 
         async def conversation() -> tuple[tuple[Served, ...], ExtraTimings | None]:
