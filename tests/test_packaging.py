@@ -33,6 +33,7 @@ SHELLS = {
     "cluster": (
         "kvferry.cluster.client*",
         "kvferry.cluster.control_client",
+        "kvferry.cluster.coordinator_client",
         "kvferry.cluster.demo.check",
         "kvferry.cluster.demo.report",
         "kvferry.cluster.demo.run",

@@ -18,7 +18,9 @@ from ray.util.placement_group import placement_group_table
 from kvferry.cluster import naming, ray_cluster
 from kvferry.cluster.client import connect
 from kvferry.cluster.config import KvEventsConfig, ServiceConfig
-from kvferry.cluster.ray_handles import RayCoordinator, get
+from kvferry.cluster.control_client import ControlClient
+from kvferry.cluster.coordinator_client import CoordinatorClient
+from kvferry.cluster.ray_handles import get
 from kvferry.cluster.ray_launcher import RayService
 from kvferry.cluster.serving.rank_actor import RankActor
 from kvferry.cluster.serving.requests import EngineRequest
@@ -138,10 +140,8 @@ def require_serves(service: RayService, name: str) -> None:
 
 
 def describe(service: RayService) -> Description:
-    assert service._coordinator is not None
-    reply = RayCoordinator(service._coordinator).call(Describe(), timeout_s=10)
-    assert isinstance(reply, Description)
-    return reply
+    with closing(ControlClient(service.control_address, timeout_s=10)) as client:
+        return client.ask(Describe(), Description)
 
 
 def held() -> tuple[list[str], int, dict[str, float]]:
@@ -160,14 +160,13 @@ def wait_until_held(expected: tuple[list[str], int, dict[str, float]], timeout_s
 
 def join_by_hand(service: RayService, *, hash_seed: str = "0", **changes: Any) -> None:
     """Let one more rank join, with settings that the launcher would not give it."""
-    assert service._coordinator is not None
     settings = replace(service._rank_settings("decode", InstanceId("decode-9")), **changes)
     environment = {"env_vars": service._environment(1)["env_vars"] | {"PYTHONHASHSEED": hash_seed}}
     rank = ray_api.remote(num_cpus=0)(RankActor).options(runtime_env=environment)
     actor = rank.remote(settings, ray_cluster.node_host)
     try:
-        port = RayCoordinator(service._coordinator)
-        get(actor.start.remote(port), timeout_s=60, who="instance decode-9")
+        coordinator = CoordinatorClient(service.control_address)
+        get(actor.start.remote(coordinator), timeout_s=60, who="instance decode-9")
     finally:
         ray_api.kill(actor)
 

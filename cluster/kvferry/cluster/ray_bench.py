@@ -1,6 +1,7 @@
-"""One engine step through the coordinator's Ray actor against an empty call of a Ray actor."""
+"""One engine step, as an engine makes it, against an empty call of a Ray actor."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,9 @@ import ray
 from kvferry.cluster import naming, ray_cluster
 from kvferry.cluster.bench.rows import Row, elapsed_ns, measure_pairs
 from kvferry.cluster.bench.step_cycle import EPOCH, SCHEME, STEP_BLOCKS, StepCycle, registration
-from kvferry.cluster.ray_handles import RayCoordinator, RayCoordinatorActor, get
+from kvferry.cluster.coordinator_client import CoordinatorClient
+from kvferry.cluster.ray_handles import RayCoordinatorActor, get
+from kvferry.coordinator.control_server import ControlServer
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import Epoch
 from kvferry.proto.scheme import HashScheme
@@ -79,7 +82,7 @@ class IdleActor:
 @contextlib.contextmanager
 def _running_actors(
     scheme: HashScheme, epoch: Epoch
-) -> Iterator[tuple[RayCoordinator, CallNothing]]:
+) -> Iterator[tuple[CoordinatorClient, CallNothing]]:
     """Yield a started coordinator, as a service has it, and a call of an idle actor.
 
     Raises:
@@ -93,6 +96,11 @@ def _running_actors(
         def call_nothing(timeout_s: float) -> None:
             get(idle.nothing.remote(), timeout_s=timeout_s, who="the idle actor")
 
-        get(coordinator.start.remote(), timeout_s=START_TIMEOUT_S, who="the coordinator")
+        front = functools.partial(ControlServer, bind="127.0.0.1", port=0, insecure=False)
+        starting: Any = coordinator.start.remote(front=front)
+        get(starting, timeout_s=START_TIMEOUT_S, who="the coordinator")
+        address = get(
+            coordinator.front_address.remote(), timeout_s=START_TIMEOUT_S, who="the coordinator"
+        )
         call_nothing(START_TIMEOUT_S)
-        yield RayCoordinator(coordinator), call_nothing
+        yield CoordinatorClient(address), call_nothing

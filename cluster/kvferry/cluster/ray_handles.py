@@ -9,8 +9,10 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from kvferry.cluster import ray_cluster
 from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
 from kvferry.coordinator.actor import CoordinatorActor, StartFront, StartOutlet
+from kvferry.proto.bind import reachable_address
 from kvferry.proto.errors import (
     DeadlineError,
     InstanceDiedError,
@@ -94,27 +96,14 @@ class RayCoordinatorActor(CoordinatorActor):
         gc.set_threshold(*_RARE_COLLECTIONS)
         return epoch
 
+    def engine_address(self) -> str | None:
+        """Return where the engines of all nodes reach the front; None without one."""
+        address = self.front_address()
+        return None if address is None else reachable_address(address, ray_cluster.node_host)
+
     def call_packed(self, command: bytes) -> bytes:
         """Execute one packed command and return its reply packed; errors as `call`."""
         return pack_reply(self.call(unpack_command(command)))
-
-
-class RayCoordinator:
-    """`CoordinatorPort` over a `RayCoordinatorActor`'s handle; travels to other actors."""
-
-    def __init__(self, handle: ActorHandle[Any]) -> None:
-        self._handle = handle
-        # Looking a method up makes it anew each time, which is felt in an engine's step.
-        self._call_packed: Any = handle.call_packed
-
-    def __reduce__(self) -> tuple[type["RayCoordinator"], tuple[ActorHandle[Any]]]:
-        """Travel as the handle: methods of actors do not."""
-        return RayCoordinator, (self._handle,)
-
-    def call(self, command: Command, *, timeout_s: float) -> Reply:
-        """See `CoordinatorPort.call`."""
-        ref: Any = self._call_packed.remote(pack_command(command))
-        return unpack_reply(get(ref, timeout_s=timeout_s, who="the coordinator"))
 
 
 class RayAsyncCoordinator:

@@ -21,11 +21,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvferry.cluster import naming, ray_cluster
 from kvferry.cluster.config import ServiceConfig, require_reachable_bind
+from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.cluster.kv_events_outlet import KvEventsOutlet
 from kvferry.cluster.kv_events_publisher import PublisherSettings
 from kvferry.cluster.ray_handles import (
     RayAsyncCoordinator,
-    RayCoordinator,
     RayCoordinatorActor,
     RayEngine,
     get,
@@ -134,18 +134,18 @@ class RayService:
         deadline = time.monotonic() + self.config.start_timeout_s
         require_reachable_bind(self.config.bind, ray_cluster.node_hosts())
         progress("starting the coordinator")
-        coordinator = self._start_coordinator()
+        self._start_coordinator()
         roles: list[tuple[Role, int]] = [("prefill", i) for i in range(self.config.num_prefill)]
         roles += [("decode", i) for i in range(self.config.num_decode)]
         share = ray_cluster.cpu_share(self.config.num_instances)
         for role, index in roles:
             self._place_rank(role, index, share, deadline)
         progress(f"starting {len(roles)} instances: loading the model in each")
-        port = RayCoordinator(coordinator)
-        starting = {rank.start.remote(port): i for i, rank in self._ranks.items()}
+        coordinator = CoordinatorClient(self.control_address)
+        starting = {rank.start.remote(coordinator): i for i, rank in self._ranks.items()}
         self.instances = self._all_started(starting, deadline)
 
-    def _start_coordinator(self) -> ActorHandle[Any]:
+    def _start_coordinator(self) -> None:
         config = self.config
         actor = remote(num_cpus=0, max_restarts=0, max_task_retries=0)(RayCoordinatorActor)
         self._coordinator = actor.options(
@@ -161,11 +161,10 @@ class RayService:
         )
         ref: Any = self._coordinator.start.remote(front=front, outlet=self._outlet())
         get(ref, timeout_s=COORDINATOR_START_TIMEOUT_S, who="the coordinator")
-        address = self._coordinator.front_address.remote()
+        address = self._coordinator.engine_address.remote()
         self.control_address = get(
             address, timeout_s=COORDINATOR_START_TIMEOUT_S, who="the coordinator"
         )
-        return self._coordinator
 
     def _outlet(self) -> Callable[[], KvEventsOutlet] | None:
         events = self.config.kv_events

@@ -1,4 +1,4 @@
-"""The gRPC control front: carries an outside engine's commands to the coordinator.
+"""The gRPC control front: carries the commands of engines and clients to the coordinator.
 
 Decides nothing: translates, calls, translates back, and turns every error into a status, so that
 no handler can leave a client waiting for its deadline.
@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, get_args
 
 import grpc
 from google.protobuf.message import Message
@@ -16,7 +16,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvferry.proto import control_codec as codec
 from kvferry.proto.bind import require_safe_bind
-from kvferry.proto.errors import ConfigError, InvariantError, KvferryError
+from kvferry.proto.errors import (
+    BadInputError,
+    ConfigError,
+    InvariantError,
+    KvferryError,
+    MismatchError,
+)
 from kvferry.proto.grpc_options import SERVER_OPTIONS
 from kvferry.proto.grpc_status import (
     ERROR_METADATA_KEY,
@@ -32,6 +38,7 @@ from kvferry.proto.messages import (
     Describe,
     Description,
     Done,
+    InstanceCommand,
     Leased,
     Located,
     ReleaseLease,
@@ -39,6 +46,7 @@ from kvferry.proto.messages import (
     Reply,
     expect,
 )
+from kvferry.proto.packed_messages import SCHEMA, pack_reply, unpack_foreign_command
 from kvferry.proto.v1 import control_pb2 as pb
 
 SERVICE_NAME = "kvferry.control.v1.Control"
@@ -111,6 +119,7 @@ class _Handlers:
             "AcquireLease": self._acquire_lease,
             "RenewLease": self._renew_lease,
             "ReleaseLease": self._release_lease,
+            "Execute": self._execute,
         }
         return grpc.method_handlers_generic_handler(
             SERVICE_NAME,
@@ -139,6 +148,23 @@ class _Handlers:
     def _release_lease(self, request: bytes) -> pb.DoneReply:
         command = codec.release_lease_from_pb(decode_message(pb.ReleaseLeaseRequest, request))
         return codec.done_to_pb(expect(self._call(_as_clients(command)), Done))
+
+    def _execute(self, request: bytes) -> pb.ExecuteReply:
+        message = decode_message(pb.ExecuteRequest, request)
+        if message.schema != SCHEMA:
+            raise MismatchError(
+                "another version of kvferry packs its commands in another way",
+                given={"schema": message.schema.hex()},
+                allowed={"schema": SCHEMA.hex()},
+            )
+        command = unpack_foreign_command(message.command)
+        if not isinstance(command, InstanceCommand):
+            raise BadInputError(
+                "not a command of an engine or a store",
+                given=type(command).__name__,
+                allowed=[kind.__name__ for kind in get_args(InstanceCommand)],
+            )
+        return pb.ExecuteReply(reply=pack_reply(self._call(command)))
 
 
 _C = TypeVar("_C", AcquireLease, RenewLease, ReleaseLease)

@@ -1,8 +1,11 @@
 """May a server listen on this host? Loopback always; anything else only when asked for by name."""
 
 import ipaddress
+from collections.abc import Callable
 
 from kvferry.proto.errors import InsecureBindError
+
+_EVERY_INTERFACE = ("0.0.0.0", "::")
 
 
 def require_safe_bind(host: str, insecure: bool) -> None:
@@ -29,3 +32,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def reachable_address(address: str, node_host: Callable[[], str]) -> str:
+    """Return where others reach a server that listens at `address` (host:port).
+
+    One that listens on every interface is reached at its machine's own host, `node_host()`.
+    """
+    host, _, port = address.rpartition(":")
+    return f"{node_host()}:{port}" if host.strip("[]") in _EVERY_INTERFACE else address

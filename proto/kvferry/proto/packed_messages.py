@@ -1,4 +1,4 @@
-"""Commands and replies as bytes, for processes that run the same kvferry: Ray's.
+"""Commands and replies as bytes, for processes that run the same kvferry.
 
 A message becomes the list of its fields' values, in the order in which its class declares them,
 and nested messages likewise; msgpack writes that. Nothing names a field or a class, so a step with
@@ -23,8 +23,12 @@ from typing import (
 
 import msgpack
 
-from kvferry.proto.errors import InvariantError
+from kvferry.proto.errors import BadInputError, InvariantError, KvferryError
+from kvferry.proto.message_types import digest_of_types, require_declared_types
 from kvferry.proto.messages import Command, Reply
+
+SCHEMA = digest_of_types((*get_args(Command), *get_args(Reply)))
+"""What both sides must have in common: rows name no fields."""
 
 _PLAIN = (bool, int, float, str, bytes, NoneType)
 _COMMANDS: tuple[Any, ...] = get_args(Command)
@@ -49,8 +53,27 @@ def pack_command(command: Command) -> bytes:
 
 
 def unpack_command(packed: bytes) -> Command:
-    """Return the command that `pack_command` packed."""
+    """Return the command that `pack_command` packed, from a process that can be trusted."""
     return cast("Command", _unpack(packed, _COMMANDS))
+
+
+def unpack_foreign_command(packed: bytes) -> Command:
+    """Return the command in bytes that may come from anywhere.
+
+    Raises:
+        BadInputError: they are no packed command, or a field is of a wrong kind.
+
+    """
+    try:
+        command = unpack_command(packed)
+        require_declared_types(command)
+    except KvferryError:
+        raise
+    except Exception as error:  # msgpack and the classes have many ways to refuse
+        raise BadInputError(
+            "not a packed command", given=f"{type(error).__name__}: {error}"[:200]
+        ) from error
+    return command
 
 
 def pack_reply(reply: Reply) -> bytes:

@@ -21,6 +21,7 @@ from kvferry.cluster.serving.pool_size import KvSize, LengthLimit, PoolPlan, pla
 from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
 from kvferry.cluster.serving.sequence import Run
 from kvferry.coordinator.sizing import kv_cache_bytes
+from kvferry.proto.bind import reachable_address
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.group_specs import specs_of
 from kvferry.proto.hashing import make_scheme
@@ -40,7 +41,6 @@ log = logging.getLogger(__name__)
 
 REGISTER_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 0.5
-WILDCARD_HOSTS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +179,7 @@ class RankActor:
     def _serve(self, worker: WorkerService) -> str:
         settings = self._settings
         address = worker.serve(bind=settings.bind, port=0, insecure=settings.insecure)
-        if settings.bind in WILDCARD_HOSTS:
-            return f"{self._node_host()}:{address.rsplit(':', 1)[1]}"
-        return address
+        return reachable_address(address, self._node_host)
 
     def _register(self, coordinator: CoordinatorPort, info: InstanceInfo) -> Registered:
         command = RegisterInstance(

@@ -35,6 +35,44 @@ else:
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class ExecuteRequest(google.protobuf.message.Message):
+    """One packed command."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SCHEMA_FIELD_NUMBER: builtins.int
+    COMMAND_FIELD_NUMBER: builtins.int
+    schema: builtins.bytes
+    """Digest over the names and types of the fields of all commands and replies."""
+    command: builtins.bytes
+    def __init__(
+        self,
+        *,
+        schema: builtins.bytes = ...,
+        command: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["command", b"command", "schema", b"schema"]) -> None: ...
+
+Global___ExecuteRequest: typing_extensions.TypeAlias = ExecuteRequest
+
+@typing.final
+class ExecuteReply(google.protobuf.message.Message):
+    """The packed reply, of the same schema."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPLY_FIELD_NUMBER: builtins.int
+    reply: builtins.bytes
+    def __init__(
+        self,
+        *,
+        reply: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reply", b"reply"]) -> None: ...
+
+Global___ExecuteReply: typing_extensions.TypeAlias = ExecuteReply
+
+@typing.final
 class Hashes(google.protobuf.message.Message):
     """A chain of block hashes, first block first."""
 

@@ -59,6 +59,11 @@ class ControlStub(object):
                 request_serializer=kvferry_dot_proto_dot_v1_dot_control__pb2.ReleaseLeaseRequest.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_v1_dot_control__pb2.DoneReply.FromString,
                 _registered_method=True)
+        self.Execute = channel.unary_unary(
+                '/kvferry.control.v1.Control/Execute',
+                request_serializer=kvferry_dot_proto_dot_v1_dot_control__pb2.ExecuteRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_v1_dot_control__pb2.ExecuteReply.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -105,6 +110,18 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Execute(self, request, context):
+        """Execute a command of an engine or a store: register, remove, step, reserve, end a reservation.
+        Fires once per engine step. Repeating a command with its call_id returns the first reply again.
+        The bytes are msgpack, a row of the command's fields, as kvferry's Python package of one version
+        packs them; `schema` says which.
+        FAILED_PRECONDITION: another schema, or (StaleError: ABORTED) an earlier life of either side.
+        What else a command may be refused with stands at the command.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -132,6 +149,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ReleaseLease,
                     request_deserializer=kvferry_dot_proto_dot_v1_dot_control__pb2.ReleaseLeaseRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_v1_dot_control__pb2.DoneReply.SerializeToString,
+            ),
+            'Execute': grpc.unary_unary_rpc_method_handler(
+                    servicer.Execute,
+                    request_deserializer=kvferry_dot_proto_dot_v1_dot_control__pb2.ExecuteRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_v1_dot_control__pb2.ExecuteReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +291,33 @@ class Control(object):
             '/kvferry.control.v1.Control/ReleaseLease',
             kvferry_dot_proto_dot_v1_dot_control__pb2.ReleaseLeaseRequest.SerializeToString,
             kvferry_dot_proto_dot_v1_dot_control__pb2.DoneReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Execute(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.control.v1.Control/Execute',
+            kvferry_dot_proto_dot_v1_dot_control__pb2.ExecuteRequest.SerializeToString,
+            kvferry_dot_proto_dot_v1_dot_control__pb2.ExecuteReply.FromString,
             options,
             channel_credentials,
             insecure,

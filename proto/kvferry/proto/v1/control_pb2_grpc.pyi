@@ -121,7 +121,23 @@ _ControlReleaseLeaseType = typing_extensions.TypeVar(
     ],
 )
 
-class ControlStub(typing.Generic[_ControlDescribeType, _ControlLocateType, _ControlAcquireLeaseType, _ControlRenewLeaseType, _ControlReleaseLeaseType]):
+_ControlExecuteType = typing_extensions.TypeVar(
+    '_ControlExecuteType',
+    grpc.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.control_pb2.ExecuteRequest,
+        kvferry.proto.v1.control_pb2.ExecuteReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.control_pb2.ExecuteRequest,
+        kvferry.proto.v1.control_pb2.ExecuteReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.control_pb2.ExecuteRequest,
+        kvferry.proto.v1.control_pb2.ExecuteReply,
+    ],
+)
+
+class ControlStub(typing.Generic[_ControlDescribeType, _ControlLocateType, _ControlAcquireLeaseType, _ControlRenewLeaseType, _ControlReleaseLeaseType, _ControlExecuteType]):
     @typing.overload
     def __init__(self: ControlStub[
         grpc.UnaryUnaryMultiCallable[
@@ -143,6 +159,10 @@ class ControlStub(typing.Generic[_ControlDescribeType, _ControlLocateType, _Cont
         grpc.UnaryUnaryMultiCallable[
             kvferry.proto.v1.control_pb2.ReleaseLeaseRequest,
             kvferry.proto.v1.control_pb2.DoneReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvferry.proto.v1.control_pb2.ExecuteRequest,
+            kvferry.proto.v1.control_pb2.ExecuteReply,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -167,6 +187,10 @@ class ControlStub(typing.Generic[_ControlDescribeType, _ControlLocateType, _Cont
         grpc.aio.UnaryUnaryMultiCallable[
             kvferry.proto.v1.control_pb2.ReleaseLeaseRequest,
             kvferry.proto.v1.control_pb2.DoneReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            kvferry.proto.v1.control_pb2.ExecuteRequest,
+            kvferry.proto.v1.control_pb2.ExecuteReply,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -196,6 +220,15 @@ class ControlStub(typing.Generic[_ControlDescribeType, _ControlLocateType, _Cont
     no error: `changed` is false.
     """
 
+    Execute: _ControlExecuteType
+    """Execute a command of an engine or a store: register, remove, step, reserve, end a reservation.
+    Fires once per engine step. Repeating a command with its call_id returns the first reply again.
+    The bytes are msgpack, a row of the command's fields, as kvferry's Python package of one version
+    packs them; `schema` says which.
+    FAILED_PRECONDITION: another schema, or (StaleError: ABORTED) an earlier life of either side.
+    What else a command may be refused with stands at the command.
+    """
+
 ControlAsyncStub: typing_extensions.TypeAlias = ControlStub[
     grpc.aio.UnaryUnaryMultiCallable[
         kvferry.proto.v1.control_pb2.DescribeRequest,
@@ -216,6 +249,10 @@ ControlAsyncStub: typing_extensions.TypeAlias = ControlStub[
     grpc.aio.UnaryUnaryMultiCallable[
         kvferry.proto.v1.control_pb2.ReleaseLeaseRequest,
         kvferry.proto.v1.control_pb2.DoneReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.control_pb2.ExecuteRequest,
+        kvferry.proto.v1.control_pb2.ExecuteReply,
     ],
 ]
 
@@ -269,6 +306,20 @@ class ControlServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvferry.proto.v1.control_pb2.DoneReply, collections.abc.Awaitable[kvferry.proto.v1.control_pb2.DoneReply]]:
         """Give a lease back. Fires after a fetch, whatever its outcome. An unknown or expired lease is
         no error: `changed` is false.
+        """
+
+    @abc.abstractmethod
+    def Execute(
+        self,
+        request: kvferry.proto.v1.control_pb2.ExecuteRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvferry.proto.v1.control_pb2.ExecuteReply, collections.abc.Awaitable[kvferry.proto.v1.control_pb2.ExecuteReply]]:
+        """Execute a command of an engine or a store: register, remove, step, reserve, end a reservation.
+        Fires once per engine step. Repeating a command with its call_id returns the first reply again.
+        The bytes are msgpack, a row of the command's fields, as kvferry's Python package of one version
+        packs them; `schema` says which.
+        FAILED_PRECONDITION: another schema, or (StaleError: ABORTED) an earlier life of either side.
+        What else a command may be refused with stands at the command.
         """
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
