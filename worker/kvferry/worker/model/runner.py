@@ -16,7 +16,7 @@ from kvferry.worker.model.attention import (
     visible_from,
 )
 from kvferry.worker.model.loading import LoadedModel
-from kvferry.worker.slot_mapping import slots
+from kvferry.proto.slot_mapping import slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

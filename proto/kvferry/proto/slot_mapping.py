@@ -1,4 +1,4 @@
-"""Where each token of a sequence lives in this rank's KV memory, and how many live there.
+"""Where each token of a sequence lives in a rank's KV memory, and how many live there.
 
 With N token shards and interleave I, a block id covers V = block_tokens * N positions, dealt to
 the shards I at a time. One shard (the default) is the ordinary slot mapping.

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.proto.errors import BadInputError
-from kvferry.worker.slot_mapping import NOT_HERE, local_lengths, slots
+from kvferry.proto.slot_mapping import NOT_HERE, local_lengths, slots
 
 GOLDEN = Path(os.environ.get("KVFERRY_GOLDEN") or Path(__file__).parents[2] / "golden" / "data")
 
