@@ -4,8 +4,11 @@ from collections.abc import Iterable
 
 from kvferry.proto.errors import ConfigError, MismatchError
 from kvferry.proto.identity import Identity, require_equal_identities
+from kvferry.proto.ids import GroupId
 from kvferry.proto.messages import InstanceInfo
+from kvferry.proto.placement import holdings, shape_of
 from kvferry.proto.scheme import HashScheme, require_equal_schemes
+from kvferry.proto.vllm_rules import require_vllm_starts
 
 
 def check_registration(
@@ -27,6 +30,7 @@ def check_registration(
     require_equal_schemes(scheme, info.scheme, who=who)
     if expected_identity is not None:
         require_equal_identities(expected_identity, info.identity, who=who)
+    _require_layout_fits(info, who)
     if info.layout.virtual_block_tokens != scheme.hash_block_tokens:
         raise ConfigError(
             f"{who}: the tokens of a block and of a hash must be equal",
@@ -59,6 +63,20 @@ def check_registration(
                 given={"version": info.version},
                 allowed={"version": member.version},
             )
+
+
+def _require_layout_fits(info: InstanceInfo, who: str) -> None:
+    groups = [
+        shape_of(info.identity, GroupId(group_id)) for group_id in range(len(info.identity.groups))
+    ]
+    try:
+        for shape in groups:
+            holdings(info.layout, shape)
+        require_vllm_starts(info.layout, groups)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{who}: {error.message}", given=error.given, allowed=error.allowed
+        ) from error
 
 
 def require_same_member(known: InstanceInfo, other: InstanceInfo) -> None:

@@ -19,7 +19,7 @@ from kvferry.proto.ids import (
     join_hashes,
     split_hashes,
 )
-from kvferry.proto.layout import Layout
+from kvferry.proto.layout_text import layout_text, parse_layout
 from kvferry.proto.messages import (
     AcquireLease,
     Description,
@@ -331,7 +331,7 @@ def _instance_to_pb(status: InstanceStatus) -> pb.Instance:
         role=info.role,
         identity_cbor=identity_to_cbor(info.identity),
         scheme=scheme_to_pb(info.scheme),
-        block_tokens=info.layout.block_tokens,
+        layout=layout_text(info.layout),
         num_blocks=info.num_blocks,
         max_model_len_tokens=info.max_model_len,
         rank_pids=info.rank_pids,
@@ -353,7 +353,7 @@ def _instance_from_pb(message: pb.Instance) -> InstanceStatus:
         incarnation=source.incarnation,
         identity=identity_from_cbor(message.identity_cbor),
         scheme=scheme_from_pb(message.scheme),
-        layout=Layout(block_tokens=message.block_tokens),
+        layout=parse_layout(message.layout),
         num_blocks=message.num_blocks,
         address=source.address,
         max_model_len=message.max_model_len_tokens,

@@ -240,7 +240,7 @@ def vllm(
     """Return a layout of pp * pcp * tp ranks, as vLLM of that profile has them.
 
     Raises:
-        ConfigError: as `Layout`; what vLLM refuses for a model, `holdings` does.
+        ConfigError: as `Layout`; what vLLM refuses for a model is in `vllm_rules`.
     """
     return Layout(
         kind="vllm",

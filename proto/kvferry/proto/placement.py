@@ -1,4 +1,4 @@
-"""A layout with a model in it: what each rank holds, and what vLLM would refuse."""
+"""A layout with a model in it: what each rank holds."""
 
 from dataclasses import dataclass
 
@@ -101,9 +101,8 @@ def holdings(layout: Layout, shape: KvShape) -> tuple[Holding, ...]:
     """Return what each rank holds, rank 0 first.
 
     Raises:
-        ConfigError: the layout cannot hold this model: stages, heads, or a rule of vLLM.
+        ConfigError: the layout's stages or head shards do not fit the model.
     """
-    _require_what_vllm_allows(layout, shape)
     stages, heads = layout.stages(shape.num_layers), layout.heads(shape.num_kv_heads)
     in_stage = [_within(shape.layers, stage) for stage in stages]
     places = [layout.place(rank) for rank in range(layout.num_ranks)]
@@ -121,14 +120,3 @@ def holdings(layout: Layout, shape: KvShape) -> tuple[Holding, ...]:
 def _within(layers: tuple[int, ...], stage: range) -> range:
     before = sum(layer < stage.start for layer in layers)
     return range(before, before + sum(layer in stage for layer in layers))
-
-
-def _require_what_vllm_allows(layout: Layout, shape: KvShape) -> None:
-    if layout.kind != "vllm" or layout.token_shards == 1:
-        return
-    if shape.group_kind in ("sliding_window", "chunked_local"):
-        raise ConfigError(
-            "vLLM deals no tokens of layers with a window or chunk over ranks",
-            given={"kind": shape.group_kind, "dcp": layout.dcp, "pcp": layout.pcp},
-            allowed={"token_shards": 1},
-        )

@@ -7,7 +7,7 @@ its own block table; docs/layouts.md shows how.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvferry.proto.errors import BadInputError
+from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.layout import Layout
 from kvferry.proto.placement import Holding, KvShape, holdings
 from kvferry.proto.token_runs import TokenRuns, shared_runs
@@ -71,8 +71,15 @@ def plan_reshard(
 
     Raises:
         BadInputError: no range of positions.
-        ConfigError: a layout that cannot hold this model.
+        ConfigError: a layout that cannot hold this model, or layers with a recurrent state, of
+            which a token has no part.
     """
+    if shape.group_kind == "mamba":
+        raise ConfigError(
+            "a recurrent state is not made of tokens that could be dealt anew",
+            given=shape.group_kind,
+            allowed="groups with keys and values",
+        )
     if not 0 <= start <= end:
         raise BadInputError(
             "no range of positions", given=f"[{start}, {end})", allowed="0 <= start <= end"

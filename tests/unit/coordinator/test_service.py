@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.unit.coordinator.fleet import (
+    HYBRID,
     IDENTITY,
     SCHEME,
     Fleet,
@@ -87,6 +88,11 @@ def test_a_later_life_replaces_the_earlier_one_with_all_it_had(fleet: Fleet) -> 
             ConfigError,
             "virtual_block_tokens=8; allowed: hash_block_tokens=4",
         ),
+        (
+            {"layout": Layout(block_tokens=4, pp=99)},
+            ConfigError,
+            "instance c: the stages must share the model's layers.*pp=99",
+        ),
         ({"num_blocks": 1}, ConfigError, "num_blocks .*given: 1; allowed: an integer >= 2"),
         ({"num_blocks": True}, ConfigError, "given: True"),
         ({"max_model_len": 0}, ConfigError, "max_model_len .*given: 0"),
@@ -101,6 +107,13 @@ def test_a_member_that_could_not_work_is_refused_with_both_values(
     with pytest.raises(error, match=text):
         fleet.register("c", **changes)
     assert list(fleet.service.state.instances) == ["a"]
+
+
+def test_a_layout_that_vllm_would_not_start_is_refused_with_the_rule() -> None:
+    fleet = Fleet(expected_identity=HYBRID)
+    layout = Layout(block_tokens=2, kind="vllm", tp=2, dcp=2)
+    with pytest.raises(ConfigError, match="a: vLLM deals no tokens of layers of kind sliding_win"):
+        fleet.register("a", identity=HYBRID, layout=layout)
 
 
 def test_removing_an_instance_twice_changes_nothing_the_second_time(fleet: Fleet) -> None:

@@ -9,6 +9,7 @@ from kvferry.proto import control_codec as codec
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.ids import BlockHash, Epoch, Incarnation, InstanceId, LeaseId
 from kvferry.proto.instance_stats import Histogram, InstanceStats, Residency, TokenCounts
+from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
     AcquireLease,
     Description,
@@ -124,6 +125,7 @@ def test_a_description_keeps_every_field() -> None:
         incarnation=SOURCE.incarnation,
         identity=IDENTITY,
         scheme=SCHEME,
+        layout=Layout(block_tokens=16, tp=2, pcp=2, interleave=4, memory="LBHNS"),
         num_blocks=101,
         max_model_len=4096,
         rank_pids=(12, 34),

@@ -7,11 +7,11 @@ from tests.builders import make_identity
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import BlockId, GroupId
+from kvferry.proto.slot_mapping import slots
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.device import gpus_per_process, open_device
 from kvferry.worker.frames import Place
 from kvferry.worker.kv_memory import KvMemory
-from kvferry.proto.slot_mapping import slots
 
 IDENTITY = make_identity(num_layers=3, num_kv_heads=2)
 # Group 0 has layers 1 and 4; the two windowed groups have the others, group 2 one layer less.

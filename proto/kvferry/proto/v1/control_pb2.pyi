@@ -226,7 +226,6 @@ class Instance(google.protobuf.message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     IDENTITY_CBOR_FIELD_NUMBER: builtins.int
     SCHEME_FIELD_NUMBER: builtins.int
-    BLOCK_TOKENS_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: builtins.int
     RANK_PIDS_FIELD_NUMBER: builtins.int
@@ -237,12 +236,11 @@ class Instance(google.protobuf.message.Message):
     NUM_REQUESTS_FIELD_NUMBER: builtins.int
     STATS_FIELD_NUMBER: builtins.int
     KV_EVENTS_FIELD_NUMBER: builtins.int
+    LAYOUT_FIELD_NUMBER: builtins.int
     role: builtins.str
     """"prefill", "decode" or "store"."""
     identity_cbor: builtins.bytes
     """Canonical CBOR of the identity: everything its cached bytes depend on."""
-    block_tokens: builtins.int
-    """Tokens that one block holds."""
     num_blocks: builtins.int
     """Size of its pool, the null block included."""
     max_model_len_tokens: builtins.int
@@ -253,6 +251,10 @@ class Instance(google.protobuf.message.Message):
     num_free_blocks: builtins.int
     num_cached_blocks: builtins.int
     num_requests: builtins.int
+    layout: builtins.str
+    """How its ranks share layers, heads and tokens: "block_tokens=16,pcp=2,...", the text form of
+    docs/layouts.md. What it leaves out has its default.
+    """
     @property
     def source(self) -> Global___Source: ...
     @property
@@ -278,7 +280,6 @@ class Instance(google.protobuf.message.Message):
         role: builtins.str = ...,
         identity_cbor: builtins.bytes = ...,
         scheme: Global___Scheme | None = ...,
-        block_tokens: builtins.int = ...,
         num_blocks: builtins.int = ...,
         max_model_len_tokens: builtins.int = ...,
         rank_pids: collections.abc.Iterable[builtins.int] | None = ...,
@@ -289,9 +290,10 @@ class Instance(google.protobuf.message.Message):
         num_requests: builtins.int = ...,
         stats: Global___Stats | None = ...,
         kv_events: Global___KvEvents | None = ...,
+        layout: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kv_events", b"kv_events", "scheme", b"scheme", "source", b"source", "stats", b"stats"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_tokens", b"block_tokens", "identity_cbor", b"identity_cbor", "kv_events", b"kv_events", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "stats", b"stats", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identity_cbor", b"identity_cbor", "kv_events", b"kv_events", "layout", b"layout", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "stats", b"stats", "version", b"version"]) -> None: ...
 
 Global___Instance: typing_extensions.TypeAlias = Instance
 

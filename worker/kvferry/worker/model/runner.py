@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from kvferry.proto.errors import BadInputError, ConfigError, PromptTooLongError, TokenError
+from kvferry.proto.slot_mapping import slots
 from kvferry.worker.model.attention import (
     GroupBatch,
     PagedBatch,
@@ -16,7 +17,6 @@ from kvferry.worker.model.attention import (
     visible_from,
 )
 from kvferry.worker.model.loading import LoadedModel
-from kvferry.proto.slot_mapping import slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
