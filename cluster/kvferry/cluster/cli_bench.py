@@ -10,6 +10,9 @@ import typer
 from rich.console import Console
 
 from kvferry.cluster import ray_environment
+from kvferry.cluster.bench.report import print_table, to_json
+from kvferry.cluster.bench.reshard import bench_reshard
+from kvferry.cluster.bench.rows import Row
 from kvferry.cluster.progress import stderr_progress
 from kvferry.proto.errors import ConfigError
 
@@ -22,6 +25,8 @@ kvferry bench core                                        a table
 kvferry bench core --json > core.json                     one JSON object on stdout
 
 kvferry bench core --vllm-python vllm/bin/python          beside vLLM's own cache manager
+
+kvferry bench reshard                                     moving between layouts
 """
 
 app = typer.Typer(
@@ -44,17 +49,32 @@ def core(*, seconds: Seconds = 1.0, vllm_python: VllmPython = None, as_json: AsJ
 
     Starts a local Ray cluster for the step call, and stops it.
     """
-    if not math.isfinite(seconds) or seconds <= 0:
-        raise ConfigError("--seconds must be positive", given=seconds, allowed="> 0")
+    _require_positive(seconds)
     ray_environment.prepare("local")
     # Only now what imports Ray, and takes seconds to import.
     from kvferry.cluster.bench.core import bench_core
-    from kvferry.cluster.bench.report import print_table, to_json
 
     progress = stderr_progress()
     # Ray tells of dead workers on stdout, which belongs to the results.
     with contextlib.redirect_stdout(sys.stderr):
         machine, rows = bench_core(seconds=seconds, vllm_python=vllm_python, progress=progress)
+    return _show(machine, rows, as_json=as_json)
+
+
+@app.command("reshard", epilog=EXAMPLES)
+def reshard(*, seconds: Seconds = 1.0, as_json: AsJson = False) -> int:
+    """Measure moving cached tokens from one layout to another."""
+    _require_positive(seconds)
+    machine, rows = bench_reshard(seconds=seconds, progress=stderr_progress())
+    return _show(machine, rows, as_json=as_json)
+
+
+def _require_positive(seconds: float) -> None:
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise ConfigError("--seconds must be positive", given=seconds, allowed="> 0")
+
+
+def _show(machine: dict[str, object], rows: list[Row], *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(to_json(machine, rows)))
     else:

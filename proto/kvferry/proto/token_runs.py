@@ -142,17 +142,22 @@ def _runs_by_pair(
 ) -> dict[Pair, tuple[TokenRuns, ...]]:
     if start == end:
         return {}
-    begin = np.array([start], dtype=np.int64)
-    first = np.unique(np.concatenate([begin, ours.changes(start, end), theirs.changes(start, end)]))
+    # np.unique would import numpy.ma, which takes longer than any plan.
+    changes = np.concatenate([ours.changes(start, end), theirs.changes(start, end)])
+    changes.sort()
+    first = np.append(start, changes)
+    first = first[np.diff(first, prepend=-1) > 0]
     length = np.diff(first, append=end)
     key = ours.owner(first) * theirs.num_shards + theirs.owner(first)
     order = np.argsort(key, kind="stable")
     runs = np.stack([first, ours.local(first), theirs.local(first), length], axis=1)[order]
-    keys, begins = np.unique(key[order], return_index=True)
-    ends = [*begins[1:].tolist(), len(runs)]
+    begins = np.flatnonzero(np.diff(key[order], prepend=-1))
+    ends = np.append(begins[1:], len(runs))
     return {
         divmod(pair, theirs.num_shards): _boxes(runs[begin:end], loops)
-        for pair, begin, end in zip(keys.tolist(), begins.tolist(), ends, strict=True)
+        for pair, begin, end in zip(
+            key[order][begins].tolist(), begins.tolist(), ends.tolist(), strict=True
+        )
     }
 
 

@@ -90,6 +90,7 @@ def test_the_version_and_the_examples_are_shown(capsys: pytest.CaptureFixture[st
         (("core", "--seconds", "0"), "ConfigError"),
         (("core", "--seconds", "nan"), "ConfigError"),
         (("core", "--vllm-python", "no-such-python"), "ConfigError"),
+        (("reshard", "--seconds", "0"), "ConfigError"),
         (("nothing",), "BadInputError"),
     ],
 )

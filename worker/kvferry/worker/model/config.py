@@ -63,6 +63,12 @@ def rope_text(config: PreTrainedConfig) -> str:
     return json.dumps(settings, sort_keys=True)
 
 
+def head_size_of(config: PreTrainedConfig) -> int:
+    """Return the number of values of one head's key, which some configs leave to be worked out."""
+    named: int | None = getattr(config, "head_dim", None)
+    return named or config.hidden_size // config.num_attention_heads
+
+
 def layer_groups(config: PreTrainedConfig) -> tuple[GroupSpec, ...]:
     """Return the groups that the layers of a checked config form, as vLLM 0.32 forms them.
 

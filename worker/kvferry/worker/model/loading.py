@@ -19,7 +19,13 @@ from kvferry.proto.errors import ModelError
 from kvferry.proto.identity import Identity
 from kvferry.worker.kv_memory import TORCH_DTYPES
 from kvferry.worker.model.attention import PAGED_ATTENTION
-from kvferry.worker.model.config import eos_token_ids, layer_groups, read_config, rope_text
+from kvferry.worker.model.config import (
+    eos_token_ids,
+    head_size_of,
+    layer_groups,
+    read_config,
+    rope_text,
+)
 from kvferry.worker.model.folder import find_model_folder, model_name, weight_digest
 
 # Parts of transformers are not typed.
@@ -69,8 +75,7 @@ def inspect_model(path_or_hub_id: str, *, dtype: str = "float32") -> ModelFacts:
         raise ModelError("unsupported dtype", given=dtype, allowed=list(TORCH_DTYPES))
     folder = find_model_folder(path_or_hub_id)
     config = read_config(folder)
-    head_size = getattr(config, "head_dim", None)
-    head_size = head_size or config.hidden_size // config.num_attention_heads
+    head_size = head_size_of(config)
     identity = Identity(
         model=model_name(path_or_hub_id, folder),
         weight_version=weight_digest(folder),
