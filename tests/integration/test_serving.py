@@ -328,3 +328,25 @@ def test_a_prefill_in_chunks_is_not_held_up_by_a_decode_that_needs_no_answer(ser
     require_equal(service, with_router(service.router(), both))
     # 320 tokens in chunks of 15, beside one token of the other request each.
     assert at_first_token[0] - 20 < 2 * 320 / 15
+
+
+def test_an_abort_is_heard_while_another_request_waits_for_room(service: Any) -> None:
+    # 12 usable blocks of 8: the second prompt fits only when the first request is gone.
+    service.add("d0", "decode", num_blocks=13)
+
+    async def leave_the_first(router: Router) -> tuple[int, Served]:
+        stream = router.stream(ask("a", prompt(9, 30), 60))
+        waiting: asyncio.Task[Served] | None = None
+        async for _ in stream:
+            waiting = waiting or asyncio.create_task(router.serve(ask("b", prompt(10, 80), 4)))
+            if describe(service).instances[0].num_used_blocks >= 5:
+                break
+        steps_before = service.ports["d0"].num_steps
+        await stream.aclose()
+        assert waiting is not None
+        served = await waiting
+        return service.ports["d0"].num_steps - steps_before, served
+
+    num_steps, served = with_router(service.router(), leave_the_first)
+    require_equal(service, served)
+    assert num_steps < 30

@@ -37,6 +37,13 @@ def check_registration(
             given={"virtual_block_tokens": info.layout.virtual_block_tokens},
             allowed={"hash_block_tokens": scheme.hash_block_tokens},
         )
+    for group in info.identity.groups:
+        if group.chunk_tokens is not None and group.chunk_tokens % info.layout.virtual_block_tokens:
+            raise ConfigError(
+                f"{who}: the chunks of local attention must be whole blocks",
+                given={"chunk_tokens": group.chunk_tokens},
+                allowed=f"a multiple of {info.layout.virtual_block_tokens}",
+            )
     if type(info.num_blocks) is not int or info.num_blocks < 2:
         raise ConfigError(
             f"{who}: num_blocks must leave a block beside the null block",

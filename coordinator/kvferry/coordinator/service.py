@@ -200,6 +200,8 @@ class CoordinatorService:
             expected_identity=self._expected_identity,
             members=(instance.info for instance in self.state.instances.values()),
         )
+        # Built first: a pool that cannot be made is refused before its last life is forgotten.
+        instance = Instance(info, self._new_sampler())
         known = self.state.instances.get(info.instance_id)
         if known is not None:
             if info.incarnation < known.info.incarnation:
@@ -212,7 +214,7 @@ class CoordinatorService:
                 "instance_replaced",
                 f"{info.instance_id}: incarnation {known.info.incarnation} by {info.incarnation}",
             )
-        self.state.add_instance(Instance(info, self._new_sampler()))
+        self.state.add_instance(instance)
         self.state.note("instance_registered", f"{info.instance_id} at {info.address}")
         return self._registered
 

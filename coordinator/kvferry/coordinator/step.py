@@ -52,7 +52,7 @@ def apply_step(
     # Whoever gave way in this step must not lose its blocks to a newcomer.
     if not (outcome.preempted or outcome.cancel_loads or running.num_promised):
         admit_waiting(state, instance, step.waiting, outcome, now=now, step_lease_s=step_lease_s)
-    state.counters["preemptions"] += len(outcome.preempted)
+    state.counters["preemptions"] += len(set(outcome.preempted) - outcome.failed_loads)
     return outcome.reply(state.epoch, instance.manager.pool.num_free_blocks)
 
 
@@ -78,6 +78,7 @@ def _end_load(
         # Some group lacks the blocks before the end of what arrived, and those before its hit.
         instance.forget_request(result.request_id)
         outcome.preempted.append(result.request_id)
+        outcome.failed_loads.add(result.request_id)
         state.move_decode_handoff(instance, result.request_id, HandoffEvent.FAILED)
         return
     request = instance.requests[result.request_id]

@@ -21,15 +21,17 @@ def check_step(instance: Instance, step: Step) -> None:
         PromptTooLongError: a target beyond the instance's `max_model_len`.
 
     """
-    if type(step.token_budget) is not int or step.token_budget < 0:
-        raise BadInputError(
-            "token_budget must be a number of tokens", given=repr(step.token_budget), allowed=">= 0"
-        )
+    for name in ("token_budget", "ahead_tokens"):
+        value = getattr(step, name)
+        if type(value) is not int or value < 0:
+            raise BadInputError(
+                f"{name} must be a number of tokens", given=repr(value), allowed=">= 0"
+            )
     for part in ("load_results", "progress", "releases", "running", "waiting"):
         _refuse_repeats(part, (item.request_id for item in getattr(step, part)))
     for result in step.load_results:
         _check_load_result(instance, result)
-    ended_loads = {result.request_id for result in step.load_results}
+    ended_loads = {result.request_id: result for result in step.load_results}
     for progress in step.progress:
         _check_progress(instance, progress, ended_loads)
     released = {release.request_id for release in step.releases}
@@ -71,7 +73,9 @@ def _check_load_result(instance: Instance, result: LoadResult) -> None:
         )
 
 
-def _check_progress(instance: Instance, progress: Progress, ended_loads: set[RequestId]) -> None:
+def _check_progress(
+    instance: Instance, progress: Progress, ended_loads: dict[RequestId, LoadResult]
+) -> None:
     request = instance.requests.get(progress.request_id)
     if request is None:
         return
@@ -82,12 +86,14 @@ def _check_progress(instance: Instance, progress: Progress, ended_loads: set[Req
     tables = instance.manager.block_table(progress.request_id)
     slots = min(len(table) for table in tables) * block_tokens
     limit = min(slots, progress.num_tokens)
-    if not request.num_computed_tokens <= progress.num_computed_tokens <= limit:
+    in_place = request.num_computed_tokens
+    if progress.request_id in instance.loads:
+        in_place = ended_loads[progress.request_id].num_computed_tokens
+    if not in_place <= progress.num_computed_tokens <= limit:
         raise BadInputError(
             f"{who}: num_computed_tokens",
             given=progress.num_computed_tokens,
-            allowed=f"{request.num_computed_tokens} to {limit} (slots {slots}, "
-            f"tokens {progress.num_tokens})",
+            allowed=f"{in_place} to {limit} (slots {slots}, tokens {progress.num_tokens})",
         )
     known = len(request.hashes) + len(progress.new_hashes)
     if known != progress.num_tokens // block_tokens:
@@ -132,7 +138,7 @@ def _check_num_told(who: str, num_told: int, num_tokens: int) -> None:
 
 
 def _check_target(instance: Instance, request_id: RequestId, target_tokens: int) -> None:
-    if not 1 <= target_tokens <= instance.info.max_model_len:
+    if type(target_tokens) is not int or not 1 <= target_tokens <= instance.info.max_model_len:
         raise PromptTooLongError(
             f"target_tokens of request {request_id}",
             given=target_tokens,

@@ -18,6 +18,7 @@ class StepOutcome:
     """Decisions of a step, and the tokens that may still be scheduled in it.
 
     `max_ahead_tokens`: slots that the engine would like beyond what it can compute now.
+    `failed_loads`: those in `preempted` that gave their blocks back because a load failed.
     """
 
     token_budget: int
@@ -25,6 +26,7 @@ class StepOutcome:
     scheduled: list[Scheduled] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     preempted: list[RequestId] = field(default_factory=list)
+    failed_loads: set[RequestId] = field(default_factory=set)
     cancel_loads: list[RequestId] = field(default_factory=list)
 
     def grant(

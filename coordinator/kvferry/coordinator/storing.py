@@ -1,9 +1,12 @@
 """Reservations: destination blocks for content that a client is about to store."""
 
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
 from kvferry.coordinator.instances import Instance, Reservation
 from kvferry.coordinator.state import ServiceState
 from kvferry.proto.errors import BadInputError, BusyError, NeverFitsError, NotFoundError
-from kvferry.proto.ids import BlockHash, BlockId
+from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId
 from kvferry.proto.messages import Done, EndReservation, Reserve, Reserved
 
 
@@ -76,20 +79,27 @@ def end_reservation(instance: Instance, command: EndReservation) -> Done:
         )
     del instance.reservations[command.reservation_id]
     pool = instance.manager.pool
-    written = [
-        (block_hash, block)
-        for block_hash, block in zip(reservation.hashes, reservation.block_ids, strict=True)
-        if block is not None
-    ]
-    num_written = sum(block is not None for block in reservation.block_ids[: command.num_written])
-    pool.cache_full_blocks(
-        [block_hash for block_hash, _ in written],
-        [block for _, block in written],
-        0,
-        num_written,
-        reservation.group_id,
-        block_tokens=instance.block_tokens,
-        origin=instance.manager.groups[reservation.group_id].origin,
-    )
-    pool.free_blocks(reversed([*reservation.kept, *(block for _, block in written)]))
+    reserved = [NULL_BLOCK if block is None else block for block in reservation.block_ids]
+    for start, end in _runs_of_reserved(reservation.block_ids[: command.num_written]):
+        pool.cache_full_blocks(
+            reservation.hashes,
+            reserved,
+            start,
+            end,
+            reservation.group_id,
+            block_tokens=instance.block_tokens,
+            origin=instance.manager.groups[reservation.group_id].origin,
+        )
+    pool.free_blocks(reversed([*reservation.kept, *reserved]))
     return Done(changed=True)
+
+
+def _runs_of_reserved(block_ids: Sequence[BlockId | None]) -> Iterator[tuple[int, int]]:
+    """Yield the positions [start, end) of blocks in a row that were not here already.
+
+    Told run by run, every event is a piece of the chain with what came before it.
+    """
+    for is_held, positions in groupby(range(len(block_ids)), key=lambda i: block_ids[i] is None):
+        if not is_held:
+            run = list(positions)
+            yield run[0], run[-1] + 1

@@ -358,3 +358,21 @@ def test_tokens_are_told_once_and_only_where_they_are_wanted(rig: Rig, tells: bo
         scheduler.computed({run.request.request_id: next(rig.tokens) for run in runs})
     content = (1, 2, 3, 4, 5) if tells else None
     assert told == [content, *[(token,) if tells else () for token in (1000, 1001, 1002)]]
+
+
+@pytest.mark.parametrize(("outputs", "reason"), [((7, 8, 9), "length"), ((7, EOS), "stop")])
+def test_a_request_that_moves_with_its_last_token_ends_without_another(
+    rig: Rig, outputs: tuple[int, ...], reason: str
+) -> None:
+    scheduler = rig.add_instance("d")
+    moved = EngineRequest(
+        request_id=RequestId("r"),
+        prompt_token_ids=tuple(range(6)),
+        output_token_ids=outputs,
+        sampling=SamplingParams(max_tokens=3),
+    )
+    scheduler.add(moved)
+    assert not scheduler.must_ask()
+    rig.run_until_idle("d")
+    assert [o.token_ids for o in rig.outputs] == [()]
+    assert rig.finished("r").reason == reason

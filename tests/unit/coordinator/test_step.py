@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from tests.unit.coordinator.fleet import (
+    HYBRID,
     Fleet,
     admit,
     chain,
@@ -353,3 +354,33 @@ def test_no_more_is_loaded_than_is_used(fleet: Fleet) -> None:
     # The last token of an aligned prompt is computed, so its block is not fetched.
     assert len(load_blocks(fleet.admit_load("b", admit("r", "xyz", extra_tokens=0)))) == 2
     assert len(load_blocks(fleet.admit_load("b", admit("s", "xyz", target_tokens=4)))) == 1
+
+
+def test_progress_behind_the_load_of_the_same_step_is_refused(fleet: Fleet) -> None:
+    fleet.cache("a", "xyz")
+    fleet.admit_load("b", admit("r", "xyz"))
+    with pytest.raises(BadInputError, match="num_computed_tokens; given: 0; allowed: 12 to"):
+        fleet.step("b", load_results=(loaded("r", 12),), progress=(wrote("r", 0, 13),))
+    fleet.step("b", load_results=(loaded("r", 12),), progress=(wrote("r", 12, 13),))
+
+
+@pytest.mark.parametrize("ahead", [-1, "4", 1.0, True])
+def test_slots_ahead_are_a_number_of_tokens(fleet: Fleet, ahead: Any) -> None:
+    with pytest.raises(BadInputError, match="ahead_tokens"):
+        fleet.step("a", ahead_tokens=ahead)
+
+
+def test_a_failed_load_of_several_groups_gives_all_back_and_is_no_preemption() -> None:
+    fleet = Fleet(identity=HYBRID)
+    fleet.register("a", num_blocks=40)
+    fleet.register("b", num_blocks=40)
+    fleet.cache("a", "xyzw")
+    fleet.admit_load("b", admit("r", "xyzw"))
+    reply = fleet.step("b", load_results=(loaded("r", 0, "peer died"),))
+    assert reply.preempted == ("r",)
+    assert fleet.num_free("b") == 39
+    counters = fleet.describe().counters
+    assert (counters["failed_loads"], counters["preemptions"]) == (1, 0)
+    fleet.admit_load("b", admit("s", "xyzw"))
+    with pytest.raises(BadInputError, match="one or the other"):
+        fleet.step("b", load_results=(loaded("s", 4, "short"),))

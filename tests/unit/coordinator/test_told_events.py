@@ -124,3 +124,17 @@ def test_a_snapshot_tells_every_copy_of_everything(fleet: Fleet) -> None:
     assert told.copies["w"] == Counter(pack_group(h, stored.group_id) for h in stored.hashes)
     fleet.remove("w")
     assert fleet.service.pool_snapshot(InstanceId("w")) == [Cleared()]
+
+
+def test_what_a_client_stores_is_told_with_what_came_before_it(fleet: Fleet) -> None:
+    fleet.register("w")
+    for text, num_written in (("ab", 2), ("abcd", 4)):
+        reserved = fleet.reserve("w", text)
+        fleet.end_reservation("w", reserved.reservation_id, num_written)
+    stored = [
+        e for _, told in fleet.service.take_pool_events() for e in told if isinstance(e, Stored)
+    ]
+    assert [("".join(map(last_letter, e.hashes)), e.parent) for e in stored] == [
+        ("ab", None),
+        ("cd", chain("ab")[1]),
+    ]

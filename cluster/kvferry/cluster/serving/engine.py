@@ -184,10 +184,10 @@ class Engine:
             self._outbox.fail(f"{type(error).__name__}: {error}")
 
     def _advance(self) -> None:
+        if self._asking is not None and self._asking.done():
+            self._take_reply(self._asking.result())
         if self._asking is None:
             self._take_in()
-        elif self._asking.done():
-            self._take_reply(self._asking.result())
         runs = self._scheduler.next_runs()
         if not runs and self._nothing_came:
             self._pause(NOTHING_FITS_PAUSE_S)

@@ -113,6 +113,12 @@ class Scheduler:
         if sequence.target_tokens == 0:  # a prefill of less than one full block
             self._outputs.append(_end_of(sequence, "prefilled"))
             return
+        reason = self._end_reason(sequence)
+        if (
+            reason is not None
+        ):  # it came with its last token: its engine died before telling the end
+            self._outputs.append(_end_of(sequence, reason))
+            return
         self._waiting.append(sequence)
         self._sort()
 
@@ -331,17 +337,24 @@ class Scheduler:
         self._sort()
 
     def _end_if_done(self, sequence: RequestSequence, token: int | None) -> None:
-        request = sequence.request
-        if request.prefill_only:
+        if sequence.request.prefill_only:
             if sequence.num_computed_tokens >= sequence.target_tokens:
                 self._end(sequence, "prefilled")
         elif token is not None:
-            stops = set(request.sampling.stop_token_ids)
-            stops |= frozenset() if request.sampling.ignore_eos else self._eos
-            if token in stops:
-                self._end(sequence, "stop")
-            elif sequence.num_output_tokens >= request.sampling.max_tokens:
-                self._end(sequence, "length")
+            reason = self._end_reason(sequence)
+            if reason is not None:
+                self._end(sequence, reason)
+
+    def _end_reason(self, sequence: RequestSequence) -> FinishReason | None:
+        """Return why a request ends with the token that was generated last, if it does."""
+        request, last = sequence.request, sequence.last_output_token
+        if request.prefill_only or last is None:
+            return None
+        stops = set(request.sampling.stop_token_ids)
+        stops |= frozenset() if request.sampling.ignore_eos else self._eos
+        if last in stops:
+            return "stop"
+        return "length" if sequence.num_output_tokens >= request.sampling.max_tokens else None
 
     def _end(self, sequence: RequestSequence, reason: FinishReason) -> None:
         self._running.remove(sequence)

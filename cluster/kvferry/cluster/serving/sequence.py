@@ -86,6 +86,11 @@ class Sequence:
         return self.num_tokens - self.prompt_tokens
 
     @property
+    def last_output_token(self) -> int | None:
+        """The token generated last, here or elsewhere; None before the first."""
+        return self._tokens[-1] if self.num_output_tokens else None
+
+    @property
     def target_tokens(self) -> int:
         """Tokens to compute before the next token is sampled (or the prefill is done)."""
         if self.request.prefill_only:
