@@ -122,7 +122,8 @@ def _encode(tokens: NDArray[np.uint64], block_tokens: int) -> tuple[bytes, list[
     in_use = _MASKS.take(form).view(np.bool_).nonzero()[0]
     encoded = words.view(np.uint8).take(in_use, mode="wrap").tobytes()
     num_bytes = form + longest + np.uint8(1)
-    ends = num_bytes.reshape(-1, block_tokens).sum(axis=1, dtype=np.int64).cumsum()
+    firsts = np.arange(0, len(num_bytes), block_tokens)
+    ends = np.add.reduceat(num_bytes, firsts, dtype=np.int64).cumsum()
     return encoded, ends.tolist()
 
 
