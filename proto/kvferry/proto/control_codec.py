@@ -334,6 +334,7 @@ def _instance_to_pb(status: InstanceStatus) -> pb.Instance:
         layout=layout_text(info.layout),
         num_blocks=info.num_blocks,
         max_model_len_tokens=info.max_model_len,
+        max_in_flight_tokens=info.max_in_flight_tokens,
         rank_pids=info.rank_pids,
         version=info.version,
         num_used_blocks=status.num_used_blocks,
@@ -357,6 +358,7 @@ def _instance_from_pb(message: pb.Instance) -> InstanceStatus:
         num_blocks=message.num_blocks,
         address=source.address,
         max_model_len=message.max_model_len_tokens,
+        max_in_flight_tokens=message.max_in_flight_tokens,
         rank_pids=tuple(message.rank_pids),
         version=message.version,
     )

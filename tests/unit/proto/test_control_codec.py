@@ -128,6 +128,7 @@ def test_a_description_keeps_every_field() -> None:
         layout=Layout(block_tokens=16, tp=2, pcp=2, interleave=4, memory="LBHNS"),
         num_blocks=101,
         max_model_len=4096,
+        max_in_flight_tokens=256,
         rank_pids=(12, 34),
     )
     histogram = Histogram(upper_ends_s=(0.5, 2.0), counts=(1, 0, 4), sum_s=12.25)

@@ -237,6 +237,7 @@ class Instance(google.protobuf.message.Message):
     STATS_FIELD_NUMBER: builtins.int
     KV_EVENTS_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
+    MAX_IN_FLIGHT_TOKENS_FIELD_NUMBER: builtins.int
     role: builtins.str
     """"prefill", "decode" or "store"."""
     identity_cbor: builtins.bytes
@@ -255,6 +256,8 @@ class Instance(google.protobuf.message.Message):
     """How its ranks share layers, heads and tokens: "block_tokens=16,pcp=2,...", the text form of
     docs/layouts.md. What it leaves out has its default.
     """
+    max_in_flight_tokens: builtins.int
+    """Most tokens of one request that it computes in one step; 0: not told."""
     @property
     def source(self) -> Global___Source: ...
     @property
@@ -291,9 +294,10 @@ class Instance(google.protobuf.message.Message):
         stats: Global___Stats | None = ...,
         kv_events: Global___KvEvents | None = ...,
         layout: builtins.str = ...,
+        max_in_flight_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kv_events", b"kv_events", "scheme", b"scheme", "source", b"source", "stats", b"stats"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["identity_cbor", b"identity_cbor", "kv_events", b"kv_events", "layout", b"layout", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "stats", b"stats", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identity_cbor", b"identity_cbor", "kv_events", b"kv_events", "layout", b"layout", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "stats", b"stats", "version", b"version"]) -> None: ...
 
 Global___Instance: typing_extensions.TypeAlias = Instance
 
