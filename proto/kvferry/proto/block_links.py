@@ -88,43 +88,64 @@ def link_many(
     """
     size = scheme.hash_block_tokens
     # The root may have another length than the hashes, whose head in CBOR is always the same.
-    links = [link(scheme, parent, tokens[:size], extra_keys[0])]
-    parent = links[0]
+    parent = bytes(link(scheme, parent, tokens[:size], extra_keys[0]))
+    links = [parent]
     # Copying a digest that has taken the constant heads is cheaper than starting one.
     started = start_digest(scheme.algorithm, b"\x83" + _canonical(parent)[: -len(parent)])
     # A 0 is written as one byte, so what stands before that many of them is the array's head.
     array_head = _canonical((0,) * size)[:-size]
     packed = np.frombuffer(tokens, dtype=np.uint64)
-    join = b"".join
+    copy = started.copy
     for first in range(1, len(extra_keys), _SLAB_BLOCKS):
         slab = slice(first, first + _SLAB_BLOCKS)
-        encoded, ends = _encode(packed[slab.start * size : slab.stop * size], size)
+        encoded, ends = _encode(packed[slab.start * size : slab.stop * size], size, array_head)
         start = 0
         for end, keys in zip(ends, extra_keys[slab], strict=True):
-            tail = _NULL if keys is None else _canonical(keys)
-            link_digest = started.copy()
-            link_digest.update(join((parent, array_head, encoded[start:end], tail)))
-            parent = cast("BlockHash", link_digest.digest())
+            link_digest = copy()
+            link_digest.update(parent)
+            if keys is None:
+                link_digest.update(encoded[start:end])
+            else:
+                link_digest.update(encoded[start : end - len(_NULL)] + _canonical(keys))
+            parent = link_digest.digest()
             links.append(parent)
             start = end
-    return links
+    # Once for all: a call per block is felt.
+    return cast("list[BlockHash]", links)
 
 
-def _encode(tokens: NDArray[np.uint64], block_tokens: int) -> tuple[bytes, list[int]]:
-    """Return all tokens as canonical CBOR integers, and where each block's end."""
+def _encode(
+    tokens: NDArray[np.uint64], block_tokens: int, array_head: bytes
+) -> tuple[bytes, list[int]]:
+    """Return every block as canonical CBOR, and where each one's ends.
+
+    A block is its array of tokens, behind `array_head` (of 1 to 3 bytes), and a null for the extra
+    keys: hashing it takes one call then.
+    """
+    num_blocks = len(tokens) // block_tokens
     narrow = tokens.astype(np.uint32)
     longest = (narrow >= 1 << 16).view(np.uint8)
     form = (narrow >= 24).view(np.uint8)
     form += (narrow >= 1 << 8).view(np.uint8)
     form += longest
-    words = (tokens + _HEADS.take(form)).astype(">u8")
+    words = np.empty((num_blocks, block_tokens + 2), dtype=np.uint64)
+    words[:, 0] = int.from_bytes(array_head, "big")
+    np.add(
+        tokens.reshape(num_blocks, block_tokens),
+        _HEADS.take(form).reshape(num_blocks, block_tokens),
+        out=words[:, 1:-1],
+    )
+    words[:, -1] = _NULL[0]
+    forms = np.zeros(words.shape, dtype=np.uint8)
+    forms[:, 0] = len(array_head) - 1
+    forms[:, 1:-1] = form.reshape(num_blocks, block_tokens)
     # Gathering by index is faster than by the mask, whose branches no processor can predict.
-    in_use = _MASKS.take(form).view(np.bool_).nonzero()[0]
-    encoded = words.view(np.uint8).take(in_use, mode="wrap").tobytes()
+    in_use = _MASKS.take(forms.ravel()).view(np.bool_).nonzero()[0]
+    encoded = words.astype(">u8").view(np.uint8).ravel().take(in_use, mode="wrap").tobytes()
     num_bytes = form + longest + np.uint8(1)
     firsts = np.arange(0, len(num_bytes), block_tokens)
-    ends = np.add.reduceat(num_bytes, firsts, dtype=np.int64).cumsum()
-    return encoded, ends.tolist()
+    lengths = np.add.reduceat(num_bytes, firsts, dtype=np.int64) + len(array_head) + len(_NULL)
+    return encoded, lengths.cumsum().tolist()
 
 
 def _canonical(value: object) -> bytes:
