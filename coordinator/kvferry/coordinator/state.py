@@ -212,7 +212,12 @@ class ServiceState:
     # --- handoffs ----------------------------------------------------------------------------
 
     def move_handoff(self, handoff: Handoff, event: HandoffEvent) -> None:
-        """Apply an event; a handoff that has come to its end is forgotten with its lease."""
+        """Apply an event; a handoff that has come to its end is forgotten with its lease.
+
+        Raises:
+            InvariantError: the event is not allowed in this state, or the handoff has ended.
+
+        """
         handoff.apply(event)
         if handoff.is_live:
             return

@@ -53,7 +53,7 @@ def apply_step(
     if not (outcome.preempted or outcome.cancel_loads or running.num_promised):
         admit_waiting(state, instance, step.waiting, outcome, now=now, step_lease_s=step_lease_s)
     state.counters["preemptions"] += len(set(outcome.preempted) - outcome.failed_loads)
-    return outcome.reply(state.epoch, instance.manager.pool.num_free_blocks)
+    return outcome.reply()
 
 
 def _end_load(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from kvferry.coordinator.hit_finders import GroupBlocks
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.request_state import RequestState
-from kvferry.proto.ids import Epoch, RequestId
+from kvferry.proto.ids import RequestId
 from kvferry.proto.step_messages import Load, Scheduled, StepReply
 
 # Slots are granted ahead only if one block in so many stays free: newcomers and growing requests
@@ -68,13 +68,11 @@ class StepOutcome:
             return (self.max_ahead_tokens, instance.num_usable_blocks // _LEFT_FREE), (0, 0)
         return ((0, 0),)
 
-    def reply(self, epoch: Epoch, num_free_blocks: int) -> StepReply:
+    def reply(self) -> StepReply:
         """Return the decisions as the engine gets them."""
         return StepReply(
-            epoch=epoch,
             scheduled=tuple(self.scheduled),
             loads=tuple(self.loads),
             preempted=tuple(self.preempted),
             cancel_loads=tuple(self.cancel_loads),
-            num_free_blocks=num_free_blocks,
         )

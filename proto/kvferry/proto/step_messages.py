@@ -173,9 +173,7 @@ class StepReply:
     treat the request as preempted then (it appears in a later reply's `preempted`).
     """
 
-    epoch: Epoch
     scheduled: tuple[Scheduled, ...] = ()
     loads: tuple[Load, ...] = ()
     preempted: tuple[RequestId, ...] = ()
     cancel_loads: tuple[RequestId, ...] = ()
-    num_free_blocks: int

@@ -134,7 +134,8 @@ def test_each_timed_step_has_256_blocks_in_it() -> None:
         assert isinstance(after, StepReply)
         (blocks,) = reply.scheduled[0].new_block_ids
         assert len(blocks) == STEP_BLOCKS
-        assert after.num_free_blocks == reply.num_free_blocks + STEP_BLOCKS
+        (instance,) = service.state.instances.values()
+        assert instance.manager.pool.num_used_blocks == 0
     assert service.state.index.num_keys() == 2 * STEP_BLOCKS
 
 

@@ -174,7 +174,7 @@ def test_a_load_needs_no_token_budget(fleet: Fleet) -> None:
 def test_admission_stops_at_the_first_request_that_does_not_fit(fleet: Fleet) -> None:
     fleet.compute("a", admit("r", "xyzw"))
     reply = fleet.step("a", waiting=(admit("s", "pqrst"), admit("t", "v")))
-    assert (reply.scheduled, reply.num_free_blocks) == ((), 4)
+    assert (reply.scheduled, fleet.num_free("a")) == ((), 4)
 
 
 def test_the_last_running_request_is_preempted_and_nobody_is_admitted_then(fleet: Fleet) -> None:
@@ -193,7 +193,7 @@ def test_a_request_that_cannot_grow_alone_preempts_itself() -> None:
     fleet.register("a", num_blocks=3)
     fleet.compute("a", admit("r", "xy", extra_tokens=0))
     reply = fleet.step("a", running=(runs("r", 9),))
-    assert (reply.preempted, reply.scheduled, reply.num_free_blocks) == (("r",), (), 2)
+    assert (reply.preempted, reply.scheduled, fleet.num_free("a")) == (("r",), (), 2)
 
 
 def two_running_and_a_load(num_free: int = 0) -> Fleet:
@@ -229,7 +229,7 @@ def test_a_load_is_cancelled_before_a_running_request_is_preempted() -> None:
     closed = fleet.step("b", load_results=(loaded("l", 4),), running=(runs("r", 9),))
     assert closed.preempted == ("l",)
     assert [s.request_id for s in closed.scheduled] == ["r"]
-    assert closed.num_free_blocks == 2
+    assert fleet.num_free("b") == 2
     assert fleet.num_free("a") == 9
     assert fleet.describe().counters["cancelled_loads"] == 1
 
@@ -239,7 +239,7 @@ def test_a_request_released_while_loading_gives_its_blocks_back_with_the_load_re
     assert fleet.step("b", releases=(release("l"),)).cancel_loads == ("l",)
     assert fleet.num_free("b") == 0
     reply = fleet.step("b", load_results=(loaded("l", 0, "stopped"),))
-    assert (reply.preempted, reply.num_free_blocks) == ((), 3)
+    assert (reply.preempted, fleet.num_free("b")) == ((), 3)
 
 
 def test_a_request_released_when_its_cancelled_load_ends_is_not_queued_again() -> None:
@@ -247,7 +247,7 @@ def test_a_request_released_when_its_cancelled_load_ends_is_not_queued_again() -
     progress = (wrote("r", 7, 9, chain("pp")[1:]),)
     fleet.step("b", progress=progress, running=(runs("r", 9),))
     reply = fleet.step("b", load_results=(loaded("l", 0),), releases=(release("l"),))
-    assert (reply.preempted, reply.num_free_blocks) == ((), 3)
+    assert (reply.preempted, fleet.num_free("b")) == ((), 3)
     assert fleet.describe().counters["ignored_messages"] == 0
 
 
@@ -323,7 +323,7 @@ def test_nobody_is_admitted_while_a_running_request_waits_for_a_cancelled_load()
     fleet = two_running_and_a_load(num_free=1)
     assert fleet.step("b", running=(runs("r", 13),)).cancel_loads == ("l",)
     reply = fleet.step("b", running=(runs("r", 13),), waiting=(admit("t", ""),))
-    assert (reply.scheduled, reply.preempted, reply.num_free_blocks) == ((), (), 1)
+    assert (reply.scheduled, reply.preempted, fleet.num_free("b")) == ((), (), 1)
     closed = fleet.step("b", load_results=(loaded("l", 0),), running=(runs("r", 13),))
     assert [len(new_blocks(s)) for s in closed.scheduled] == [2]
 

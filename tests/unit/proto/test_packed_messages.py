@@ -52,7 +52,6 @@ STEP = Step(
     token_budget=7,
 )
 REPLY = StepReply(
-    epoch=Epoch(1),
     scheduled=(
         Scheduled(
             request_id=RequestId("s"),
@@ -73,7 +72,6 @@ REPLY = StepReply(
             ttl_s=0.1,
         ),
     ),
-    num_free_blocks=5,
 )
 
 

@@ -86,10 +86,6 @@ class WorkerActor:
             epoch=epoch,
         )
 
-    def ping(self) -> int:
-        """Return the process id: the worker answers calls."""
-        return os.getpid()
-
     def stats(self) -> WorkerStats:
         """Return what was moved and refused so far.
 

@@ -44,6 +44,10 @@ class MambaManager(CopyingManager):
         """Return the last cached state after null blocks; nothing is dropped for a drafter.
 
         Drafters have no such layers, so the state at a position is right for them, too.
+
+        Raises:
+            BadInputError: the group is dealt over several ranks.
+
         """
         if self.is_dealt:
             raise call_refused(
