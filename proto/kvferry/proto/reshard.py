@@ -56,10 +56,6 @@ class Plan:
         heads = len(self.shape.layers) * self.shape.num_sides * self.shape.num_kv_heads
         return self.num_bytes - (self.end - self.start) * heads * self.shape.head_bytes
 
-    def pulled_by(self, dst_rank: int) -> tuple[Transfer, ...]:
-        """Return the transfers of one destination rank."""
-        return tuple(transfer for transfer in self.transfers if transfer.dst_rank == dst_rank)
-
 
 def plan_reshard(
     source: Layout, destination: Layout, shape: KvShape, *, start: int, end: int
