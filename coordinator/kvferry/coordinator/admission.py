@@ -22,7 +22,17 @@ def admit_waiting(
     now: float,
     step_lease_s: float,
 ) -> None:
-    """Admit from the front until one does not fit the pool or the token budget."""
+    """Admit from the front until one does not fit the pool or the token budget.
+
+    Args:
+        state: of the whole service; leases and handoffs are noted there.
+        instance: whose step this is.
+        waiting: what it asks to admit, first to last.
+        outcome: is filled with what was admitted, and what has to be loaded.
+        now: seconds on the coordinator's clock.
+        step_lease_s: how long the sources of a load are leased, in seconds.
+
+    """
     admission = _Admission(state, instance, outcome, now, step_lease_s)
     for ask in waiting:
         if not admission.admit(ask):

@@ -25,6 +25,10 @@ class CacheManager:
     """The pool and block tables of one instance.
 
     `block_tokens` is what one block id of the first group covers over all ranks.
+
+    Raises:
+        ConfigError: a group of a kind that nobody manages.
+
     """
 
     def __init__(self, config: CacheConfig) -> None:

@@ -51,6 +51,10 @@ class Instance:
 
     `requests` holds running and loading requests; `loads` those of them whose blocks are still
     being fetched, oldest first. `sampler`, if any, follows the blocks of its pool.
+
+    Raises:
+        ConfigError: a pool or groups that no cache can be made of, as `CacheConfig`.
+
     """
 
     def __init__(self, info: InstanceInfo, sampler: BlockSampler | None = None) -> None:

@@ -45,7 +45,17 @@ class ServiceState:
     """Instances, location index, leases, handoffs and counters of one coordinator life."""
 
     def __init__(self, epoch: Epoch, lease_cap_s: float, *, tells_pool_events: bool) -> None:
-        """Start empty; `tells_pool_events`: somebody takes them after each command."""
+        """Start empty.
+
+        Args:
+            epoch: this life of the coordinator.
+            lease_cap_s: the longest time to live that a lease gets, in seconds.
+            tells_pool_events: somebody takes them after each command.
+
+        Raises:
+            BadInputError: as `LeaseTable`.
+
+        """
         self.epoch = epoch
         self.moment = Moment()
         self.instances: dict[InstanceId, Instance] = {}
@@ -240,7 +250,12 @@ class ServiceState:
             self.move_handoff(handoff, event)
 
     def expire(self, now: float) -> bool:
-        """End what is past its deadline, and tell whether there was anything."""
+        """End what is past its deadline, and tell whether there was anything.
+
+        Args:
+            now: seconds on the clock that the deadlines were set by.
+
+        """
         # Handoffs first: they take their lease along, which then does not count as expired.
         late = [handoff for handoff in self.handoffs.values() if handoff.deadline_s <= now]
         for handoff in late:

@@ -48,6 +48,8 @@ def link_blocks(
         tokens: as `pack_tokens` returns them, whole blocks only.
         extra_keys: one entry per block.
 
+    Raises:
+        BadInputError: extra keys that cannot be serialised.
     """
     if (
         len(extra_keys) < _MANY_BLOCKS
@@ -61,7 +63,11 @@ def link_blocks(
 def link(
     scheme: HashScheme, parent: bytes, tokens: Sequence[int], extra_keys: ExtraKeys
 ) -> BlockHash:
-    """Return the hash of one full block: the digest of `(parent, tokens, extra_keys)`."""
+    """Return the hash of one full block: the digest of `(parent, tokens, extra_keys)`.
+
+    Raises:
+        BadInputError: extra keys that cannot be serialised.
+    """
     if extra_keys is not None and depends_on_identity(scheme.algorithm):
         extra_keys = with_own_objects(extra_keys)
     return BlockHash(digest(scheme.algorithm, (parent, tuple(tokens), extra_keys)))
@@ -70,7 +76,7 @@ def link(
 def link_each(
     scheme: HashScheme, parent: bytes, tokens: "array[int]", extra_keys: Sequence[ExtraKeys]
 ) -> list[BlockHash]:
-    """Do `link_blocks` one block after the other: any algorithm, any token."""
+    """Do `link_blocks` one block after the other: any algorithm, any token. Errors are the same."""
     size = scheme.hash_block_tokens
     links: list[BlockHash] = []
     for first, keys in zip(range(0, len(tokens), size), extra_keys, strict=True):
@@ -84,7 +90,7 @@ def link_many(
 ) -> list[BlockHash]:
     """Do `link_blocks` with all tokens encoded at once.
 
-    Only for the CBOR algorithms and tokens up to `MAX_PACKED_TOKEN`.
+    Only for the CBOR algorithms and tokens up to `MAX_PACKED_TOKEN`. Errors are the same.
     """
     size = scheme.hash_block_tokens
     # The root may have another length than the hashes, whose head in CBOR is always the same.

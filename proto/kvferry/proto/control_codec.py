@@ -144,7 +144,7 @@ def _name_from_pb(text: str, field: Literal["call_id", "lease_id"]) -> str:
 
 
 def locate_to_pb(command: Locate) -> pb.LocateRequest:
-    """Translate `Locate`."""
+    """Translate `Locate`; errors as `hashes_to_pb`."""
     return pb.LocateRequest(
         identity_digest=command.identity_digest, hashes=hashes_to_pb(command.hashes)
     )
@@ -163,7 +163,7 @@ def locate_from_pb(message: pb.LocateRequest) -> Locate:
 
 
 def acquire_lease_to_pb(command: AcquireLease) -> pb.AcquireLeaseRequest:
-    """Translate `AcquireLease`."""
+    """Translate `AcquireLease`; errors as `hashes_to_pb`."""
     return pb.AcquireLeaseRequest(
         call_id=command.call_id,
         identity_digest=command.identity_digest,

@@ -59,6 +59,9 @@ class LoraKey:
 
     With `version` empty the adapter is told apart as vLLM does it: by name (0.17) or name and
     path (0.32). Whoever can replace an adapter in place must give a version.
+
+    Raises:
+        BadInputError: a field is no text that UTF-8 can encode, or the name is empty.
     """
 
     name: str
@@ -76,7 +79,10 @@ class MultimodalItem:
     """An image, a sound or the like in place of tokens `[offset, offset + length)`.
 
     `identifier` is the digest of its whole content (already specific to the adapter if the
-    adapter changes its encoding).
+    adapter changes its encoding). `offset` and `length` are in tokens.
+
+    Raises:
+        BadInputError: no identifier, a negative offset, a length below 1, or another type.
     """
 
     identifier: str
@@ -99,6 +105,9 @@ class PromptEmbeds:
     """Embeddings in place of a prompt's tokens: the raw bytes, token after token.
 
     The tokens of such a prompt are all hashed as id 0.
+
+    Raises:
+        BadInputError: `raw` is not bytes of whole tokens, or `bytes_per_token` is below 1.
     """
 
     raw: bytes
@@ -129,6 +138,9 @@ class RequestKeys:
 
     `multimodal` is ordered by offset, without overlaps. `salt` keeps tenants apart: None shares
     with everybody, and an empty text is refused, as it would silently do the same.
+
+    Raises:
+        BadInputError: a field of another kind, an empty salt, or items out of order.
     """
 
     lora: LoraKey | None = None

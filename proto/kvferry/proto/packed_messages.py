@@ -46,6 +46,7 @@ def pack_command(command: Command) -> bytes:
     """Return a command as bytes.
 
     Raises:
+        InvariantError: no command.
         TypeError, OverflowError: a field holds what its type does not allow.
 
     """
@@ -53,7 +54,10 @@ def pack_command(command: Command) -> bytes:
 
 
 def unpack_command(packed: bytes) -> Command:
-    """Return the command that `pack_command` packed, from a process that can be trusted."""
+    """Return the command that `pack_command` packed, from a process that can be trusted.
+
+    Field types are not looked at, and bytes of anything else fail in any way.
+    """
     return cast("Command", _unpack(packed, _COMMANDS))
 
 
@@ -82,7 +86,7 @@ def pack_reply(reply: Reply) -> bytes:
 
 
 def unpack_reply(packed: bytes) -> Reply:
-    """Return the reply that `pack_reply` packed."""
+    """Return the reply that `pack_reply` packed; as trusting as `unpack_command`."""
     return cast("Reply", _unpack(packed, _REPLIES))
 
 

@@ -156,7 +156,12 @@ class GroupManager(ABC):
         self._num_cached[ask.request_id] = len(table)
 
     def extend_for_external(self, ask: SlotAsk) -> None:
-        """Grow a table to slots for tokens that are loaded, as far as they are attended to."""
+        """Grow a table to slots for tokens that are loaded, as far as they are attended to.
+
+        Raises:
+            InvariantError: the pool has fewer blocks (the caller must have counted).
+
+        """
         skipped = max(self.skipped_tokens(ask.computed_tokens), 0)
         if skipped < self.block_tokens and not self.rules.touches_before_loads:
             skipped = 0
@@ -164,7 +169,12 @@ class GroupManager(ABC):
             self._grow(ask.request_id, ask.computed_tokens)
 
     def extend(self, ask: SlotAsk) -> list[BlockId]:
-        """Grow a table to the slots asked for and return the blocks added."""
+        """Grow a table to the slots asked for and return the blocks added.
+
+        Raises:
+            InvariantError: the pool has fewer blocks (the caller must have counted).
+
+        """
         return self._grow(ask.request_id, ask.slot_tokens)
 
     def cache_blocks(
