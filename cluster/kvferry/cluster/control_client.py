@@ -1,6 +1,6 @@
 """Speaks the coordinator's commands over gRPC: `ControlClient.call(command)` from any process.
 
-Only the commands an engine outside Ray needs travel this way; see `v1/control.proto`.
+Only the commands of clients travel this way; engines have `coordinator_client.py`.
 """
 
 import re

@@ -83,7 +83,7 @@ def _reason(error: RayActorError) -> str:
 class RayCoordinatorActor(CoordinatorActor):
     """The coordinator as Ray runs it: commands and replies travel as bytes.
 
-    Ray serialises values by a pickler in Python, which takes longer over a step than executing it.
+    Ray serialises values by a pickler in Python, which takes longer over many hashes than packing.
     """
 
     def start(self, front: StartFront | None = None, outlet: StartOutlet | None = None) -> Epoch:

@@ -1,7 +1,8 @@
 """What processes say to the coordinator, and what it answers: frozen values, no behaviour.
 
-Commands go in through `CoordinatorService.handle(command, now)`; replies come out. The Ray actor
-passes these objects as they are; the gRPC front translates the ones an outside engine needs.
+Commands go in through `CoordinatorService.handle(command, now)`; replies come out. Engines
+send theirs packed (`packed_messages.py`), and clients as protobuf (`control_codec.py`), over the
+gRPC front; the router sends its own packed by Ray's calls.
 
 Every mutating command carries `call_id`: a repeat of the same command gets the same reply again.
 What an instance says also carries the lives it was said under (`epoch` of the coordinator,

@@ -82,7 +82,7 @@ class Engine:
     Args:
         forward: runs the model over slices and samples.
         mover: the worker that holds the KV tensors.
-        coordinator: called once per step.
+        coordinator: asked in the background, one question at a time, where slots are needed.
         tells_content: as `Registered.wants_content` says.
     """
 
