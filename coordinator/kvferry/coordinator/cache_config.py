@@ -127,7 +127,7 @@ class CacheConfig:
 
     @property
     def alignment_tokens(self) -> int:
-        """Every hit is a multiple of this."""
+        """Every hit is a multiple of so many tokens."""
         return self.hash_block_tokens if self.partial_hits else self.scheduler_block_tokens
 
     @property

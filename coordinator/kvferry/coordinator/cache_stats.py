@@ -5,7 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True)
 class PrefixCacheStats:
-    """Tokens asked for and found; requests that were preempted before are kept apart."""
+    """Tokens asked for and found; requests that were preempted before are kept apart.
+
+    `queries` and `hits` are in tokens, `requests` counts admissions.
+    `reset`: the cache was emptied.
+    """
 
     reset: bool = False
     requests: int = 0

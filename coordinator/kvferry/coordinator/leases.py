@@ -108,7 +108,7 @@ class LeaseTable:
         return self._leases.pop(lease_id, None)
 
     def expire(self, now: float) -> list[Lease]:
-        """End the leases whose deadline is reached and return them."""
+        """End the leases whose deadline is reached at `now` (seconds), and return them."""
         if now < self._earliest_s:
             return []
         ended = [lease for lease in self._leases.values() if lease.deadline_s <= now]

@@ -31,7 +31,7 @@ class PrefixLengths(Mapping[InstanceId, int]):
         self._members = members
 
     def longest_first(self) -> Iterator[tuple[InstanceId, int]]:
-        """Yield instances with their lengths, longest first, and of one length any first."""
+        """Yield instances with their lengths in hashes, longest first; of one length any first."""
         for length, mask in reversed(self._runs):
             left = mask
             while left:

@@ -229,7 +229,7 @@ class _Share:
         return self.bytes_per_block * _request_blocks(self.groups, limits)
 
     def longest_fit(self, limits: RequestLimits) -> int:
-        """Return the greatest length, at most `limits.max_model_len`, that fits; 0 if none does."""
+        """Return the most tokens, at most `limits.max_model_len`, that fit; 0 if none do."""
         return bisect_right(
             range(1, limits.max_model_len + 1),
             self.usable_bytes,

@@ -17,7 +17,8 @@ _LEFT_FREE = 8
 class StepOutcome:
     """Decisions of a step, and the tokens that may still be scheduled in it.
 
-    `max_ahead_tokens`: slots that the engine would like beyond what it can compute now.
+    `token_budget`: tokens that may still be scheduled. `max_ahead_tokens`: slots that the engine
+    would like beyond what it can compute now.
     `failed_loads`: those in `preempted` that gave their blocks back because a load failed.
     """
 

@@ -80,7 +80,7 @@ class Identity:
     `weight_version` is a digest of the weights (or the operator's own version text); new weights
     under the same name are a new identity. `rope` is the canonical text of the rope settings.
     dtypes are torch names without prefix ("float32", "bfloat16"); `kv_scales` is "" when the cache
-    is not quantised.
+    is not quantised. `head_size` is the elements of one head's key, and of its value.
 
     Raises:
         ConfigError: a text that is none, a size that is no positive integer, or groups that do not

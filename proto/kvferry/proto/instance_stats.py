@@ -21,7 +21,7 @@ class TokenCounts:
     `requested`: the tokens asked to be in place, at admission. Of these `local_hit` were found
     here, `remote_hit` came from peers, `computed` were computed, and `abandoned` were not in place
     yet when the request gave its blocks back. The rest is `pending`: the requests that have it are
-    still here.
+    still here. All of these are tokens; `requests` is how many were admitted.
     """
 
     requests: int = 0

@@ -29,6 +29,7 @@ class BlockStored:
     of the instance. Where blocks of the run hold nothing findable (a window's start), there are
     fewer hashes than `len(token_ids) / block_size`. `extra_keys` has one entry per hash.
     `parent_block_hash` is None at the start of a chain. `lora_id` is for old readers only.
+    `kv_cache_spec_sliding_window` is in tokens.
     """
 
     block_hashes: tuple[ExternalHash, ...]

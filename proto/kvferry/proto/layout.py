@@ -24,7 +24,7 @@ LayoutKind = Literal["grid", "vllm"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """What decides which part of a sequence a rank holds: an index on each axis."""
+    """What decides which part of a sequence a rank holds: an index on each axis, from 0."""
 
     stage: int
     head_shard: int

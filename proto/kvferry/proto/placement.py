@@ -15,7 +15,8 @@ class KvShape:
 
     `group_layers` are the group's layers in ascending order; empty for all `num_layers` of the
     model. MLA keeps one latent vector instead of keys and values: one side, one KV head.
-    `num_query_heads` is needed for one of vLLM's rules only, and 0 where it is not known.
+    `head_size` is in elements. `num_query_heads` is needed for one of vLLM's rules only, and 0
+    where it is not known.
 
     Raises:
         ConfigError: a size that is no integer of at least 1, an unknown dtype, layers that the
@@ -48,7 +49,7 @@ class KvShape:
 
     @property
     def num_sides(self) -> int:
-        """Keys and values, or the latent alone."""
+        """2 for keys and values, 1 for the latent alone."""
         return 1 if self.mla else 2
 
     @property

@@ -38,8 +38,9 @@ _FP8_DS_MLA_TOKEN_BYTES = 656
 class RequestLimits:
     """What bounds the memory of one request.
 
-    `max_in_flight_tokens` are the tokens that may be scheduled and not yet settled (0.17: those of
-    one batch). `dcp` and `pcp` are the numbers of context-parallel ranks.
+    `max_model_len` is in tokens. `max_in_flight_tokens` are the tokens that may be scheduled and
+    not yet settled (0.17: those of one batch). `dcp` and `pcp` are the numbers of context-parallel
+    ranks.
 
     Raises:
         ConfigError: a limit is no integer of at least 1 (`max_encoder_tokens`: at least 0).
@@ -98,7 +99,7 @@ class LayerSpec(ABC):
 
     @property
     def window_tokens_in_events(self) -> int | None:
-        """The window that KV events tell, None for kinds without one."""
+        """The window that KV events tell, in tokens; None for kinds without one."""
         return None
 
     @property
@@ -232,7 +233,7 @@ class SlidingWindowSpec(AttentionSpec):
 
     @property
     def window_tokens_in_events(self) -> int | None:
-        """The window itself."""
+        """The window itself, in tokens."""
         return self.window_tokens
 
     def request_pages(self, limits: RequestLimits) -> int:
