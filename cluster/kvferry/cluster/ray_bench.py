@@ -15,6 +15,7 @@ from kvferry.cluster.ray_handles import RayCoordinatorActor, get
 from kvferry.coordinator.control_server import ControlServer
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import Epoch
+from kvferry.proto.messages import expect
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import Step, StepReply
 
@@ -40,9 +41,7 @@ def step_rows(seconds: float) -> Iterator[Row]:
         cycle = StepCycle()
 
         def call(step: Step) -> StepReply:
-            reply = coordinator.call(step, timeout_s=_CALL_TIMEOUT_S)
-            assert isinstance(reply, StepReply)
-            return reply
+            return expect(coordinator.call(step, timeout_s=_CALL_TIMEOUT_S), StepReply)
 
         def ns_per_step() -> float:
             steps = [step for _ in range(_CYCLES) for step in cycle.next_steps()]

@@ -34,6 +34,7 @@ from kvferry.proto.ids import (
     LeaseId,
     RequestId,
 )
+from kvferry.proto.messages import expect
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import LoadResult, Step, StepReply
 from kvferry.worker.pull import BlockRun, PullOutcome
@@ -262,9 +263,7 @@ class Engine:
         # Repeating is safe: the coordinator answers the same call_id with the same reply.
         for attempt in range(1, STEP_ATTEMPTS + 1):
             try:
-                reply = self._coordinator.call(step, timeout_s=STEP_TIMEOUT_S)
-                assert isinstance(reply, StepReply)
-                return reply
+                return expect(self._coordinator.call(step, timeout_s=STEP_TIMEOUT_S), StepReply)
             except KvferryError as error:
                 if not error.retryable or attempt == STEP_ATTEMPTS:
                     raise

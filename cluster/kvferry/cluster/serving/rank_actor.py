@@ -27,7 +27,7 @@ from kvferry.proto.group_specs import specs_of
 from kvferry.proto.hashing import make_scheme
 from kvferry.proto.ids import Incarnation, InstanceId, RequestId
 from kvferry.proto.layout import Layout
-from kvferry.proto.messages import InstanceInfo, Registered, RegisterInstance, Role
+from kvferry.proto.messages import InstanceInfo, Registered, RegisterInstance, Role, expect
 from kvferry.proto.scheme import Algorithm, HashScheme, KeyFormat
 from kvferry.worker.device import Device, open_device
 from kvferry.worker.kv_memory import KvMemory
@@ -185,9 +185,7 @@ class RankActor:
         command = RegisterInstance(
             call_id=f"{info.instance_id}/{info.incarnation}/register", info=info
         )
-        reply = coordinator.call(command, timeout_s=REGISTER_TIMEOUT_S)
-        assert isinstance(reply, Registered)
-        return reply
+        return expect(coordinator.call(command, timeout_s=REGISTER_TIMEOUT_S), Registered)
 
     def _started(self) -> Engine:
         if self._engine is None:

@@ -25,7 +25,7 @@ from kvferry.proto.errors import (
 )
 from kvferry.proto.hashing import hash_tokens
 from kvferry.proto.ids import BlockHash, InstanceId, RequestId
-from kvferry.proto.messages import CloseHandoff, Locate, Located, OpenHandoff
+from kvferry.proto.messages import CloseHandoff, Locate, Located, OpenHandoff, expect
 from kvferry.proto.scheme import HashScheme
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class Router:
             route: where to send it; chosen by prefix and load when None.
 
         Raises:
-            BadInputError: the request can never run (see `scheduler.require_fits`).
+            BadInputError: the request can never run (see `limits.require_fits`).
             InstanceDiedError: the instance it ran on died and no other could take it.
             DeadlineError: not finished within the request timeout.
         """
@@ -191,9 +191,9 @@ class Router:
         located = await self._coordinator.call(
             Locate(identity_digest=self._digest, hashes=hashes), timeout_s=CALL_TIMEOUT_S
         )
-        assert isinstance(located, Located)
+        holders = expect(located, Located).holders
         route = choose_route(
-            tuple(h for h in located.holders if self._legs.is_alive(h.source.instance_id)),
+            tuple(h for h in holders if self._legs.is_alive(h.source.instance_id)),
             self._legs.in_flight(),
             num_prompt_blocks=len(hashes),
             min_prefill_blocks=self._settings.min_prefill_blocks,
