@@ -24,6 +24,7 @@ from kvferry.cluster.config import ServiceConfig, require_reachable_bind
 from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.cluster.kv_events_outlet import KvEventsOutlet
 from kvferry.cluster.kv_events_publisher import PublisherSettings
+from kvferry.cluster.progress import Progress
 from kvferry.cluster.ray_handles import (
     RayAsyncCoordinator,
     RayCoordinatorActor,
@@ -53,8 +54,6 @@ STOP_TIMEOUT_S = 1.0
 
 Twice this and leaving Ray must fit into the 3 s that `ray job stop` gives.
 """
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,10 @@
 """Judging the demo's outputs by plain transformers (docs/decisions/0003)."""
 
 import os
-from collections.abc import Callable
 
 import torch
 
+from kvferry.cluster.progress import Progress
 from kvferry.cluster.serving.router import Served
 from kvferry.worker.model.loading import progress_bars_off
 from kvferry.worker.model.reference import Comparison, TransformersReference
@@ -12,7 +12,7 @@ from kvferry.worker.model.sampling import sample
 
 
 def check_outputs(
-    model: str, dtype: str, served: tuple[Served, ...], progress: Callable[[str], None]
+    model: str, dtype: str, served: tuple[Served, ...], progress: Progress
 ) -> tuple[Comparison, ...]:
     """Return one comparison per request, in order.
 

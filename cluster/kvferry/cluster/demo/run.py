@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from kvferry.cluster.config import ServiceConfig
@@ -18,6 +18,7 @@ from kvferry.cluster.demo.plan import (
 )
 from kvferry.cluster.demo.report import DemoResult
 from kvferry.cluster.demo.serve import ExtraTimings, converse, time_extra_prompt
+from kvferry.cluster.progress import Progress
 from kvferry.cluster.ray_launcher import RayService, running_service
 from kvferry.cluster.serving.pool_size import PoolPlan, pool_of
 from kvferry.cluster.serving.router import Router, RouterSettings, Served
@@ -25,8 +26,6 @@ from kvferry.proto.messages import InstanceInfo
 from kvferry.worker import host_memory
 from kvferry.worker.model.loading import inspect_model
 from kvferry.worker.model.sampling import SamplingParams
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 from kvferry.cluster.demo.conversation import PromptWriter, Turn
 from kvferry.cluster.demo.plan import EXTRA_MAX_TOKENS
+from kvferry.cluster.progress import Progress
 from kvferry.cluster.serving.requests import EngineRequest
 from kvferry.cluster.serving.router import Router, Served
 from kvferry.cluster.serving.routing import Route
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.ids import InstanceId, RequestId
 from kvferry.worker.model.sampling import SamplingParams
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
