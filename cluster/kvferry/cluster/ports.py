@@ -1,7 +1,7 @@
 """The seams of the cluster: what the engine, the router and the launcher need from others.
 
-Each has a real implementation over Ray (`ray_handles`) and can be played by an object in the same
-process; errors are always kvferry's own.
+Each has a real implementation, over Ray (`ray_handles`) or gRPC (`coordinator_client`), and can be
+played by an object in the same process; errors are always kvferry's own.
 """
 
 from typing import Protocol

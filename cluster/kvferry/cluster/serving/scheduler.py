@@ -110,13 +110,13 @@ class Scheduler:
         sequence = RequestSequence(
             request, self._scheme, self._limits.block_tokens, len(self._limits.specs)
         )
-        if sequence.target_tokens == 0:  # a prefill of less than one full block
+        if sequence.target_tokens == 0:
+            # A prefill of less than one full block.
             self._outputs.append(_end_of(sequence, "prefilled"))
             return
         reason = self._end_reason(sequence)
-        if (
-            reason is not None
-        ):  # it came with its last token: its engine died before telling the end
+        if reason is not None:
+            # It came with its last token: its engine died before telling the end.
             self._outputs.append(_end_of(sequence, reason))
             return
         self._waiting.append(sequence)
