@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 from kvferry.coordinator.pool_events import PoolEvent
 from kvferry.coordinator.service import CoordinatorService
@@ -101,15 +102,16 @@ class CoordinatorActor:
         tick_interval_s: float = 0.5,
     ) -> None:
         self._epoch = epoch
-        self._settings: dict[str, Any] = {
-            "scheme": scheme,
-            "epoch": epoch,
-            "expected_identity": expected_identity,
-            "lease_cap_s": lease_cap_s,
-            "step_lease_s": step_lease_s,
-            "sample_block_every": sample_block_every,
-            "check_invariants": check_invariants,
-        }
+        self._make_service = partial(
+            CoordinatorService,
+            scheme=scheme,
+            epoch=epoch,
+            expected_identity=expected_identity,
+            lease_cap_s=lease_cap_s,
+            step_lease_s=step_lease_s,
+            sample_block_every=sample_block_every,
+            check_invariants=check_invariants,
+        )
         self._tick_interval_s = tick_interval_s
         self._lock = threading.Lock()
         self._service: CoordinatorService | None = None
@@ -136,9 +138,7 @@ class CoordinatorActor:
             if self._service is not None:
                 return self._epoch
             self._outlet = outlet() if outlet is not None else None
-            self._service = CoordinatorService(
-                **self._settings, tells_pool_events=self._outlet is not None
-            )
+            self._service = self._make_service(tells_pool_events=self._outlet is not None)
         self._ticker = threading.Thread(target=self._tick, name="coordinator-tick", daemon=True)
         self._ticker.start()
         if front is not None:
