@@ -1,12 +1,10 @@
 """One registered instance: its pool, its requests, its loads in flight and its reservations."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvferry.coordinator.block_sampling import BlockSampler
 from kvferry.coordinator.cache_config import CacheConfig
 from kvferry.coordinator.cache_manager import CacheManager
-from kvferry.coordinator.hit_finders import GroupBlocks
 from kvferry.coordinator.prefix_rules import rules_of
 from kvferry.coordinator.request_state import RequestState
 from kvferry.coordinator.token_accounts import TokenAccounts
@@ -115,17 +113,15 @@ class Instance:
 
     def blocks_of(self, request_id: RequestId, num_blocks: int | None = None) -> list[BlockId]:
         """Return the blocks of a request's first `num_blocks` positions (None: all), per group."""
-        return list(_real(self.manager.block_table(request_id), num_blocks))
+        return [
+            block
+            for table in self.manager.block_table(request_id)
+            for block in table[:num_blocks]
+            if block != NULL_BLOCK
+        ]
 
     def forget_request(self, request_id: RequestId) -> None:
         """Free a request's blocks and drop it."""
         self.manager.free(request_id)
         self.accounts.ended(request_id)
         del self.requests[request_id]
-
-
-def _real(tables: GroupBlocks, num_blocks: int | None) -> Iterator[BlockId]:
-    for table in tables:
-        for block in table[:num_blocks]:
-            if block != NULL_BLOCK:
-                yield block

@@ -192,7 +192,7 @@ class GroupManager(ABC):
         table = self._tables.get(request.request_id, [])
         positions = self._findable_positions(request, table, (num_cached, num_full), resume_at)
         self.pool.cache_full_blocks(
-            view_at(request.hashes, self._ratio, self.rules.key_format),
+            self._view(request.hashes),
             table,
             num_cached,
             num_full,
