@@ -44,6 +44,17 @@ def check_registration(
                 given={"chunk_tokens": group.chunk_tokens},
                 allowed=f"a multiple of {info.layout.virtual_block_tokens}",
             )
+    _require_sizes(info, who)
+    for member in members:
+        if member.instance_id != info.instance_id and member.version != info.version:
+            raise MismatchError(
+                f"{who} runs another kvferry version than {member.instance_id}",
+                given={"version": info.version},
+                allowed={"version": member.version},
+            )
+
+
+def _require_sizes(info: InstanceInfo, who: str) -> None:
     if type(info.num_blocks) is not int or info.num_blocks < 2:
         raise ConfigError(
             f"{who}: num_blocks must leave a block beside the null block",
@@ -63,13 +74,6 @@ def check_registration(
             given=repr(info.max_model_len),
             allowed=f"an integer >= {shortest}",
         )
-    for member in members:
-        if member.instance_id != info.instance_id and member.version != info.version:
-            raise MismatchError(
-                f"{who} runs another kvferry version than {member.instance_id}",
-                given={"version": info.version},
-                allowed={"version": member.version},
-            )
 
 
 def _require_layout_fits(info: InstanceInfo, who: str) -> None:
