@@ -138,15 +138,7 @@ class RankActor:
             instance_id=settings.instance_id,
             incarnation=incarnation,
             epoch=registered.epoch,
-            limits=Limits(
-                num_blocks=pool.num_blocks,
-                block_tokens=settings.block_tokens,
-                max_model_len=pool.max_model_len,
-                token_budget=settings.token_budget,
-                max_running=settings.max_running,
-                specs=specs_of(loaded.identity, settings.block_tokens),
-                policy=settings.policy,
-            ),
+            limits=_limits(settings, info),
             scheme=scheme,
             eos_token_ids=frozenset(loaded.eos_token_ids),
             coordinator=coordinator,
@@ -216,6 +208,18 @@ def _plan_pool(settings: RankSettings, loaded: LoadedModel, device: Device) -> P
         max_model_len=settings.max_model_len,
         num_blocks=settings.kv_size.num_blocks,
         kv_bytes=kv_bytes,
+    )
+
+
+def _limits(settings: RankSettings, info: InstanceInfo) -> Limits:
+    return Limits(
+        num_blocks=info.num_blocks,
+        block_tokens=settings.block_tokens,
+        max_model_len=info.max_model_len,
+        token_budget=settings.token_budget,
+        max_running=settings.max_running,
+        specs=specs_of(info.identity, settings.block_tokens),
+        policy=settings.policy,
     )
 
 
