@@ -1,8 +1,8 @@
 """What one instance has done with its cache since it registered.
 
 A request counts when it is admitted. One that does not fit and asks again every step has therefore
-counted once, and one that was preempted (or came from elsewhere) counts apart when it comes back:
-what it finds then is its own work.
+counted once, and one that lost its blocks (it was preempted, or a load failed) counts apart when it
+comes back: what it finds then is mostly its own work.
 """
 
 from dataclasses import dataclass

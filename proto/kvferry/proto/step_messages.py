@@ -79,8 +79,9 @@ class AdmitAsk:
 
     `hashes` covers all full blocks of its `num_tokens` known tokens (prompt and, after a
     preemption or a move, generated ones). Tokens `[0, target_tokens)` are to be computed here.
-    `resumed` marks a request that was preempted or moved: its hits do not count again. `content`
-    holds all `num_tokens` tokens, and is only sent where `Registered.wants_content` says so.
+    `resumed` marks a request that was admitted here before and lost its blocks: its tokens are
+    counted apart (`InstanceStats.preempted`). `content` holds all `num_tokens` tokens, and is only
+    sent where `Registered.wants_content` says so.
     """
 
     request_id: RequestId
