@@ -15,7 +15,7 @@ preempts from the end.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvferry.cluster.serving.limits import Limits
@@ -130,13 +130,12 @@ class Scheduler:
         if request_id in self._loading:
             self._loading[request_id].aborted = True
             return request_id
-        for sequence in list(self._running):
-            if sequence.request_id == request_id:
-                self._end(sequence, "aborted")
-        for sequence in list(self._waiting):
-            if sequence.request_id == request_id:
-                self._waiting.remove(sequence)
-                self._outputs.append(_end_of(sequence, "aborted"))
+        running, waiting = _find(self._running, request_id), _find(self._waiting, request_id)
+        if running is not None:
+            self._end(running, "aborted")
+        elif waiting is not None:
+            self._waiting.remove(waiting)
+            self._outputs.append(_end_of(waiting, "aborted"))
         return None
 
     def load_ended(self, result: LoadResult, pulled_bytes: int) -> None:
@@ -282,11 +281,11 @@ class Scheduler:
 
     def _take_grant(self, scheduled: Scheduled) -> None:
         request_id = scheduled.request_id
-        sequence = next((s for s in self._running if s.request_id == request_id), None)
+        sequence = _find(self._running, request_id)
         if sequence is not None:
             sequence.grant(scheduled.new_block_ids, scheduled.granted_tokens)
             return
-        sequence = next((s for s in self._waiting if s.request_id == request_id), None)
+        sequence = _find(self._waiting, request_id)
         if sequence is None:
             return  # it ended while the coordinator was asked; its release is on its way
         self._admit(sequence)
@@ -322,7 +321,7 @@ class Scheduler:
     def _preempt(self, request_id: RequestId) -> None:
         sequence = self._loading.pop(request_id, None)
         if sequence is None:
-            sequence = next((s for s in self._running if s.request_id == request_id), None)
+            sequence = _find(self._running, request_id)
             if sequence is None:
                 return
             self._running.remove(sequence)
@@ -367,6 +366,10 @@ class Scheduler:
         if self._limits.policy == "priority":
             self._running.sort(key=RequestSequence.rank)
             self._waiting = deque(sorted(self._waiting, key=RequestSequence.rank))
+
+
+def _find(sequences: Iterable[RequestSequence], request_id: RequestId) -> RequestSequence | None:
+    return next((found for found in sequences if found.request_id == request_id), None)
 
 
 def _end_of(sequence: RequestSequence, reason: FinishReason) -> Output:
