@@ -56,7 +56,6 @@ class ServiceState:
             BadInputError: as `LeaseTable`.
 
         """
-        self.epoch = epoch
         self.moment = Moment()
         self.instances: dict[InstanceId, Instance] = {}
         self.index = LocationIndex()
