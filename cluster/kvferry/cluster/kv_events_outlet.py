@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from kvferry.cluster.kv_events_publisher import KvEventsPublisher, PublisherSettings
 from kvferry.cluster.kv_events_translation import kv_events
 from kvferry.coordinator.pool_events import PoolEvent
+from kvferry.proto.bind import reachable_address
 from kvferry.proto.ids import InstanceId
 from kvferry.proto.kv_events import HashForm
 from kvferry.proto.kv_events_endpoint import endpoint_of_rank
@@ -18,7 +19,6 @@ from kvferry.proto.messages import KvEventsPlace
 
 # Telling everything costs time under the coordinator's lock.
 SNAPSHOT_EVERY_S = 5.0
-_WILDCARD_HOSTS = ("tcp://0.0.0.0:", "tcp://[::]:")
 
 
 def topic_of(instance_id: InstanceId) -> str:
@@ -91,8 +91,8 @@ class KvEventsOutlet:
             return None
         replay = stream.publisher.replay_endpoint
         return KvEventsPlace(
-            endpoint=self._reachable(stream.publisher.endpoint),
-            replay_endpoint=None if replay is None else self._reachable(replay),
+            endpoint=reachable_address(stream.publisher.endpoint, self._reach_host),
+            replay_endpoint=None if replay is None else reachable_address(replay, self._reach_host),
             topic=stream.topic,
         )
 
@@ -113,10 +113,3 @@ class KvEventsOutlet:
         """Send what is queued, for a short while, and stop all publishers."""
         for stream in self._streams.values():
             stream.publisher.close()
-
-    def _reachable(self, endpoint: str) -> str:
-        for wildcard in _WILDCARD_HOSTS:
-            if endpoint.startswith(wildcard):
-                host = self._reach_host()
-                return f"tcp://{f'[{host}]' if ':' in host else host}:{endpoint[len(wildcard) :]}"
-        return endpoint

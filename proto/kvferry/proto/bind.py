@@ -35,9 +35,13 @@ def is_loopback(host: str) -> bool:
 
 
 def reachable_address(address: str, node_host: Callable[[], str]) -> str:
-    """Return where others reach a server that listens at `address` (host:port).
+    """Return where others reach a server that listens at `address`: host:port, any scheme before.
 
     One that listens on every interface is reached at its machine's own host, `node_host()`.
     """
-    host, _, port = address.rpartition(":")
-    return f"{node_host()}:{port}" if host.strip("[]") in _EVERY_INTERFACE else address
+    scheme, separator, place = address.rpartition("://")
+    host, _, port = place.rpartition(":")
+    if host.strip("[]") not in _EVERY_INTERFACE:
+        return address
+    own = node_host()
+    return f"{scheme}{separator}{f'[{own}]' if ':' in own else own}:{port}"
