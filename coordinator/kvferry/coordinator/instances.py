@@ -8,7 +8,7 @@ from kvferry.coordinator.cache_manager import CacheManager
 from kvferry.coordinator.prefix_rules import rules_of
 from kvferry.coordinator.request_state import RequestState
 from kvferry.coordinator.token_accounts import TokenAccounts
-from kvferry.proto.group_specs import specs_of
+from kvferry.proto.group_specs import specs_of, takes_partial_loads
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, LeaseId, RequestId
 from kvferry.proto.instance_stats import InstanceStats
 from kvferry.proto.messages import InstanceInfo
@@ -60,10 +60,12 @@ class Instance:
         self.identity_digest = info.identity.digest()
         self.block_tokens = info.layout.virtual_block_tokens
         self.rules = rules_of(info.identity, self.block_tokens)
+        specs = specs_of(info.identity, self.block_tokens)
+        self.takes_partial_loads = takes_partial_loads(specs)
         self.manager = CacheManager(
             CacheConfig(
                 num_blocks=info.num_blocks,
-                groups=specs_of(info.identity, self.block_tokens),
+                groups=specs,
                 hash_block_tokens=self.block_tokens,
                 # A store has no model; no request of its own could be longer than its pool.
                 max_model_len=info.max_model_len or info.num_blocks * self.block_tokens,
@@ -94,11 +96,6 @@ class Instance:
     def num_usable_blocks(self) -> int:
         """Blocks of the pool without the null block."""
         return self.info.num_blocks - 1
-
-    @property
-    def takes_partial_loads(self) -> bool:
-        """Whether a load that ended early is of use: its blocks are a prefix of every group's."""
-        return len(self.rules) == 1 and self.rules[0].needs_all
 
     def stats(self) -> InstanceStats:
         """Return what this instance's requests and blocks have done since it registered."""

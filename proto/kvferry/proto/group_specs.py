@@ -1,5 +1,6 @@
 """From the groups of an identity to the specs that their caches are built from."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvferry.proto.identity import GroupSpec, Identity
@@ -9,6 +10,7 @@ from kvferry.proto.specs import (
     LayerSpec,
     MambaSpec,
     SlidingWindowSpec,
+    WholeLengthSpec,
 )
 
 
@@ -50,3 +52,12 @@ def specs_of(identity: Identity, block_tokens: int) -> tuple[LayerSpec, ...]:
         ConfigError: as `spec_of_group`.
     """
     return tuple(spec_of_group(identity, group, block_tokens) for group in identity.groups)
+
+
+def takes_partial_loads(specs: Sequence[LayerSpec]) -> bool:
+    """Tell whether a load that ended early is of use, by the specs of all groups.
+
+    It is where there is one group and a prefix needs each of its blocks: what arrived is a shorter
+    prefix then. Engine and coordinator must agree on it.
+    """
+    return len(specs) == 1 and isinstance(specs[0], WholeLengthSpec)

@@ -5,7 +5,8 @@ from typing import Literal
 
 from kvferry.cluster.serving.requests import EngineRequest
 from kvferry.proto.errors import ConfigError, NeverFitsError, PromptTooLongError
-from kvferry.proto.specs import LayerSpec, RequestLimits, WholeLengthSpec
+from kvferry.proto.group_specs import takes_partial_loads
+from kvferry.proto.specs import LayerSpec, RequestLimits
 
 Policy = Literal["fcfs", "priority"]
 
@@ -36,7 +37,7 @@ class Limits:
     @property
     def takes_partial_loads(self) -> bool:
         """Whether the first blocks of a load that ended early are of use."""
-        return len(self.specs) == 1 and isinstance(self.specs[0], WholeLengthSpec)
+        return takes_partial_loads(self.specs)
 
     def needed_blocks(self, request: EngineRequest) -> int:
         """Return the most blocks a request holds at once until it ends, plus the null block.
