@@ -21,12 +21,6 @@ from kvferry.proto.errors import (
 )
 from kvferry.proto.ids import Epoch, InstanceId, RequestId
 from kvferry.proto.messages import Command, Reply
-from kvferry.proto.packed_messages import (
-    pack_command,
-    pack_reply,
-    unpack_command,
-    unpack_reply,
-)
 
 _RARE_COLLECTIONS = (100_000, 20, 20)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -81,10 +75,7 @@ def _reason(error: RayActorError) -> str:
 
 
 class RayCoordinatorActor(CoordinatorActor):
-    """The coordinator as Ray runs it: commands and replies travel as bytes.
-
-    Ray serialises values by a pickler in Python, which takes longer over many hashes than packing.
-    """
+    """The coordinator as Ray runs it: what is due in a process of its own."""
 
     def start(self, front: StartFront | None = None, outlet: StartOutlet | None = None) -> Epoch:
         """Begin to answer; see `CoordinatorActor.start`."""
@@ -101,10 +92,6 @@ class RayCoordinatorActor(CoordinatorActor):
         address = self.front_address()
         return None if address is None else reachable_address(address, ray_cluster.node_host)
 
-    def call_packed(self, command: bytes) -> bytes:
-        """Execute one packed command and return its reply packed; errors as `call`."""
-        return pack_reply(self.call(unpack_command(command)))
-
 
 class RayAsyncCoordinator:
     """`AsyncCoordinatorPort` over a `RayCoordinatorActor`'s handle."""
@@ -114,8 +101,9 @@ class RayAsyncCoordinator:
 
     async def call(self, command: Command, *, timeout_s: float) -> Reply:
         """See `AsyncCoordinatorPort.call`."""
-        ref: Any = self._handle.call_packed.remote(pack_command(command))
-        return unpack_reply(await get_async(ref, timeout_s=timeout_s, who="the coordinator"))
+        ref: Any = self._handle.call.remote(command)
+        reply: Reply = await get_async(ref, timeout_s=timeout_s, who="the coordinator")
+        return reply
 
 
 class RayEngine:

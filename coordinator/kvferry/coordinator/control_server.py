@@ -46,7 +46,7 @@ from kvferry.proto.messages import (
     Reply,
     expect,
 )
-from kvferry.proto.packed_messages import SCHEMA, pack_reply, unpack_foreign_command
+from kvferry.proto.packed_messages import SCHEMA, pack_reply, unpack_command
 from kvferry.proto.v1 import control_pb2 as pb
 
 SERVICE_NAME = "kvferry.control.v1.Control"
@@ -157,7 +157,7 @@ class _Handlers:
                 given={"schema": message.schema.hex()},
                 allowed={"schema": SCHEMA.hex()},
             )
-        command = unpack_foreign_command(message.command)
+        command = unpack_command(message.command)
         if not isinstance(command, InstanceCommand):
             raise BadInputError(
                 "not a command of an engine or a store",

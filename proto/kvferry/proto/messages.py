@@ -2,7 +2,7 @@
 
 Commands go in through `CoordinatorService.handle(command, now)`; replies come out. Engines
 send theirs packed (`packed_messages.py`), and clients as protobuf (`control_codec.py`), over the
-gRPC front; the router sends its own packed by Ray's calls.
+gRPC front; the router's travel in Ray's calls as they are.
 
 Every mutating command carries `call_id`: a repeat of the same command gets the same reply again.
 What an instance says also carries the lives it was said under (`epoch` of the coordinator,

@@ -54,14 +54,6 @@ def pack_command(command: Command) -> bytes:
 
 
 def unpack_command(packed: bytes) -> Command:
-    """Return the command that `pack_command` packed, from a process that can be trusted.
-
-    Field types are not looked at, and bytes of anything else fail in any way.
-    """
-    return cast("Command", _unpack(packed, _COMMANDS))
-
-
-def unpack_foreign_command(packed: bytes) -> Command:
     """Return the command in bytes that may come from anywhere.
 
     Raises:
@@ -69,7 +61,7 @@ def unpack_foreign_command(packed: bytes) -> Command:
 
     """
     try:
-        command = unpack_command(packed)
+        command = cast("Command", _unpack(packed, _COMMANDS))
         require_declared_types(command)
     except KvferryError:
         raise
@@ -86,7 +78,10 @@ def pack_reply(reply: Reply) -> bytes:
 
 
 def unpack_reply(packed: bytes) -> Reply:
-    """Return the reply that `pack_reply` packed; as trusting as `unpack_command`."""
+    """Return the reply that `pack_reply` packed, from a coordinator that is trusted.
+
+    Field types are not looked at, and bytes of anything else fail in any way.
+    """
     return cast("Reply", _unpack(packed, _REPLIES))
 
 

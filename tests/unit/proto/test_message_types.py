@@ -12,12 +12,12 @@ from tests.unit.proto.test_packed_messages import STEP
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.message_types import digest_of_types, require_declared_types
 from kvferry.proto.messages import Registered, Reserved, Tick
-from kvferry.proto.packed_messages import SCHEMA, pack_command, unpack_foreign_command
+from kvferry.proto.packed_messages import SCHEMA, pack_command, unpack_command
 from kvferry.proto.step_messages import AdmitAsk, Step
 
 
 def test_a_whole_command_comes_back_as_it_was() -> None:
-    assert unpack_foreign_command(pack_command(STEP)) == STEP
+    assert unpack_command(pack_command(STEP)) == STEP
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_field_of_another_type_is_refused_by_name(field: str, value: Any) -> N
 @given(st.binary(max_size=200))
 def test_no_bytes_do_more_than_be_refused(data: bytes) -> None:
     with pytest.raises(BadInputError):
-        unpack_foreign_command(data)
+        unpack_command(data)
 
 
 @given(st.integers(0, 400), st.integers(0, 255))
@@ -49,7 +49,7 @@ def test_a_changed_byte_gives_another_command_or_a_refusal(position: int, byte: 
     packed = bytearray(pack_command(STEP))
     packed[position % len(packed)] = byte
     try:
-        command = unpack_foreign_command(bytes(packed))
+        command = unpack_command(bytes(packed))
     except BadInputError:
         return
     require_declared_types(command)
@@ -59,7 +59,7 @@ def test_a_row_of_another_length_or_a_number_beyond_the_commands_is_refused() ->
     number, row = msgpack.unpackb(pack_command(STEP))
     for bad in ((number, row[:-1]), (number, [*row, 1]), (99, row), (number, None), (-1, row)):
         with pytest.raises(BadInputError):
-            unpack_foreign_command(msgpack.packb(bad))
+            unpack_command(msgpack.packb(bad))
 
 
 def test_the_schema_changes_with_any_field_of_any_message_within() -> None:
