@@ -1,6 +1,6 @@
 """Where the tokens of an instance's requests came from, counted once each."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kvferry.proto.ids import RequestId
 from kvferry.proto.instance_stats import TokenCounts
@@ -18,14 +18,7 @@ class _Counters:
     abandoned: int = 0
 
     def read(self) -> TokenCounts:
-        return TokenCounts(
-            requests=self.requests,
-            requested=self.requested,
-            local_hit=self.local_hit,
-            remote_hit=self.remote_hit,
-            computed=self.computed,
-            abandoned=self.abandoned,
-        )
+        return TokenCounts(**asdict(self))
 
 
 @dataclass(slots=True)

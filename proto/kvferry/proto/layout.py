@@ -13,6 +13,7 @@ Ranks with the same three hold the same: they are replicas. docs/layouts.md has 
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 from kvferry.proto.errors import ConfigError
@@ -196,61 +197,11 @@ class Layout:
         return tuple(range(first, first + each) for first in firsts)
 
 
-def grid(
-    *,
-    block_tokens: int,
-    tp: int = 1,
-    pp: int = 1,
-    pcp: int = 1,
-    dcp: int = 1,
-    interleave: int = 1,
-    stage_layers: tuple[int, ...] = (),
-    memory: str = DEFAULT_ORDER,
-) -> Layout:
-    """Return a layout of pp * pcp * dcp * tp ranks; tokens are dealt over dcp * pcp of them.
+grid = partial(Layout, kind="grid")
+"""Makes a layout of pp * pcp * dcp * tp ranks; tokens are dealt over dcp * pcp of them."""
 
-    Raises:
-        ConfigError: as `Layout`.
-    """
-    return Layout(
-        kind="grid",
-        block_tokens=block_tokens,
-        tp=tp,
-        pp=pp,
-        pcp=pcp,
-        dcp=dcp,
-        interleave=interleave,
-        stage_layers=stage_layers,
-        memory=memory,
-    )
+vllm = partial(Layout, kind="vllm")
+"""Makes a layout of pp * pcp * tp ranks, as vLLM of its profile has them.
 
-
-def vllm(
-    *,
-    block_tokens: int,
-    tp: int = 1,
-    pp: int = 1,
-    pcp: int = 1,
-    dcp: int = 1,
-    interleave: int = 1,
-    profile: ProfileName = CURRENT_PROFILE,
-    stage_layers: tuple[int, ...] = (),
-    memory: str = DEFAULT_ORDER,
-) -> Layout:
-    """Return a layout of pp * pcp * tp ranks, as vLLM of that profile has them.
-
-    Raises:
-        ConfigError: as `Layout`; what vLLM refuses for a model is in `vllm_rules`.
-    """
-    return Layout(
-        kind="vllm",
-        block_tokens=block_tokens,
-        tp=tp,
-        pp=pp,
-        pcp=pcp,
-        dcp=dcp,
-        interleave=interleave,
-        profile=profile,
-        stage_layers=stage_layers,
-        memory=memory,
-    )
+What vLLM refuses for a model is in `vllm_rules`.
+"""

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tests.unit.proto.strides import strides_of
+from tests.unit.proto.token_positions import destination_tokens, positions, source_tokens
 
 from kvferry.proto.layout import Layout
-from kvferry.proto.memory_order import AXES, strides_of
+from kvferry.proto.memory_order import AXES
 from kvferry.proto.placement import KvShape, holdings
 from kvferry.proto.reshard import plan_reshard
 
@@ -156,12 +158,12 @@ def check_pair(source: Layout, destination: Layout, shape: KvShape, start: int, 
         num_values = 0
         for runs in transfer.runs:
             where = (transfer.layers, transfer.heads)
-            read = sender.places(transfer.src_rank, *where, runs.source_tokens())
-            write = taker.places(transfer.dst_rank, *where, runs.destination_tokens())
+            read = sender.places(transfer.src_rank, *where, source_tokens(runs))
+            write = taker.places(transfer.dst_rank, *where, destination_tokens(runs))
             taker.arrays[transfer.dst_rank][write] = sender.arrays[transfer.src_rank][read]
             np.add.at(writes[transfer.dst_rank], write, 1)
             num_values += write.size
-            assert len(runs.positions()) == runs.num_tokens
+            assert len(positions(runs)) == runs.num_tokens
         assert transfer.num_bytes == num_values * shape.head_bytes > 0
     for rank, array in enumerate(wanted.arrays):
         assert np.array_equal(taker.arrays[rank], array), f"rank {rank}"

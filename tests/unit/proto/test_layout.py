@@ -4,11 +4,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.proto.strides import Strides, strides_of
 
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.layout import Layout, RankPlace, grid, vllm
 from kvferry.proto.layout_text import layout_text, parse_layout
-from kvferry.proto.memory_order import AXES, Strides, strides_of
+from kvferry.proto.memory_order import AXES
 
 
 def places(layout: Layout) -> list[tuple[int, int, int]]:

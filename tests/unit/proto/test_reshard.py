@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.unit.proto.reshard_reference import Memories, check_pair
+from tests.unit.proto.token_positions import destination_tokens, positions, source_tokens
 
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.layout import Layout, grid, vllm
@@ -73,17 +74,17 @@ def test_interleaves_that_nest_give_one_slice_with_two_loops() -> None:
             ),
         ),
     )
-    assert runs[0, 1][0].positions().tolist()[:5] == [1, 3, 9, 11, 17]
+    assert positions(runs[0, 1][0]).tolist()[:5] == [1, 3, 9, 11, 17]
 
 
 def test_a_range_that_cuts_a_run_moves_the_rest_of_it() -> None:
     runs = shared_runs(ONE_RANK, grid(block_tokens=4, dcp=2, interleave=4), 6, 19)
-    assert {pair: [box.positions().tolist() for box in boxes] for pair, boxes in runs.items()} == {
+    assert {pair: [positions(box).tolist() for box in boxes] for pair, boxes in runs.items()} == {
         (0, 0): [[8, 9, 10, 11], [16, 17, 18]],
         (0, 1): [[6, 7], [12, 13, 14, 15]],
     }
-    assert [box.source_tokens().tolist() for box in runs[0, 1]] == [[6, 7], [12, 13, 14, 15]]
-    assert [box.destination_tokens().tolist() for box in runs[0, 1]] == [[2, 3], [4, 5, 6, 7]]
+    assert [source_tokens(box).tolist() for box in runs[0, 1]] == [[6, 7], [12, 13, 14, 15]]
+    assert [destination_tokens(box).tolist() for box in runs[0, 1]] == [[2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -102,11 +103,11 @@ def test_long_ranges_are_shared_out_as_the_slot_mapping_says(seed: int) -> None:
     seen = np.zeros(end, dtype=np.int64)
     for pair, boxes in shared_runs(source, destination, start, end).items():
         for box in boxes:
-            positions = box.positions()
-            seen[positions] += 1
+            dealt = positions(box)
+            seen[dealt] += 1
             for one, shard, local in (
-                (source, pair[0], box.source_tokens()),
-                (destination, pair[1], box.destination_tokens()),
+                (source, pair[0], source_tokens(box)),
+                (destination, pair[1], destination_tokens(box)),
             ):
                 mapping = slots(
                     range(end),
@@ -117,7 +118,7 @@ def test_long_ranges_are_shared_out_as_the_slot_mapping_says(seed: int) -> None:
                     num_shards=one.token_shards,
                     interleave=one.interleave,
                 )
-                assert mapping[positions].tolist() == local.tolist()
+                assert mapping[dealt].tolist() == local.tolist()
                 assert NOT_HERE not in local
     assert seen.tolist() == [0] * start + [1] * (end - start)
 
@@ -218,9 +219,9 @@ def test_case_b30_halves_of_the_heads_arrive_in_every_pair_of_memory_orders(
         for runs in one.runs:
             where = (one.layers, one.heads)
             taker.arrays[one.dst_rank][
-                taker.places(one.dst_rank, *where, runs.destination_tokens())
+                taker.places(one.dst_rank, *where, destination_tokens(runs))
             ] = sender.arrays[one.src_rank][
-                sender.places(one.src_rank, *where, runs.source_tokens())
+                sender.places(one.src_rank, *where, source_tokens(runs))
             ]
     for rank, heads in ((0, range(2)), (1, range(2, 4))):
         found = taker.arrays[rank][taker.places(rank, range(1), heads, np.arange(8))]
