@@ -126,13 +126,13 @@ def test_the_same_prompt_elsewhere_is_pulled_from_the_decode_instance(service: A
     require_equal(service, second)
 
 
-def test_many_requests_at_once_stay_equal_under_preemption(service: Any) -> None:
-    service.add("p0", "prefill", num_blocks=40)
-    service.add("d0", "decode", num_blocks=21, token_budget=24)
-    shared = prompt(4, 80)
+def require_equal_under_preemption(
+    service: Any, shared: tuple[int, ...], *, max_tokens: int
+) -> None:
+    """Serve six requests at once in pools that are too small for them, and check each."""
 
     async def all_at_once(router: Router) -> list[Served]:
-        requests = [ask(f"r{i}", shared + prompt(10 + i, 5 * i + 1), 24) for i in range(6)]
+        requests = [ask(f"r{i}", shared + prompt(10 + i, 5 * i + 1), max_tokens) for i in range(6)]
         return list(await asyncio.gather(*(router.serve(r) for r in requests)))
 
     served = with_router(service.router(), all_at_once)
@@ -143,6 +143,12 @@ def test_many_requests_at_once_stay_equal_under_preemption(service: Any) -> None
         found = parts.local_hit_tokens + parts.remote_hit_tokens
         assert found + parts.computed_tokens == parts.prompt_tokens
     wait_until_idle(service)
+
+
+def test_many_requests_at_once_stay_equal_under_preemption(service: Any) -> None:
+    service.add("p0", "prefill", num_blocks=40)
+    service.add("d0", "decode", num_blocks=21, token_budget=24)
+    require_equal_under_preemption(service, prompt(4, 80), max_tokens=24)
 
 
 def test_sampling_with_a_seed_does_not_depend_on_where_or_beside_whom(service: Any) -> None:

@@ -16,6 +16,7 @@ from kvferry.proto.kv_events_endpoint import (
     require_safe_endpoint,
 )
 from kvferry.proto.scheme import Algorithm, KeyFormat
+from kvferry.proto.specs import require_one_of
 
 MAX_PORT = 65535
 MAX_DIGITS = 10
@@ -50,8 +51,8 @@ class KvEventsConfig:
     """Batches per instance that are remembered for replays."""
 
     def __post_init__(self) -> None:
-        _one_of("hash_form", self.hash_form, get_args(HashForm))
-        _one_of("encoding", self.encoding, get_args(EventEncoding))
+        require_one_of("hash_form", self.hash_form, get_args(HashForm))
+        require_one_of("encoding", self.encoding, get_args(EventEncoding))
         _at_least(self, 1, "buffer_batches")
 
     def require_usable(self, *, insecure: bool, num_instances: int) -> None:
@@ -158,9 +159,9 @@ class ServiceConfig:
                 given=self.hash_seed,
                 allowed="0 to 4294967295",
             )
-        _one_of("algorithm", self.algorithm, get_args(Algorithm))
-        _one_of("key_format", self.key_format, get_args(KeyFormat))
-        _one_of("policy", self.policy, get_args(Policy))
+        require_one_of("algorithm", self.algorithm, get_args(Algorithm))
+        require_one_of("key_format", self.key_format, get_args(KeyFormat))
+        require_one_of("policy", self.policy, get_args(Policy))
         if not _is_ray_address(self.ray_address):
             raise ConfigError(
                 "not the address of a Ray cluster",
@@ -212,11 +213,6 @@ def _is_ray_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
     is_place = bool(host) and _is_decimal(port) and 0 < int(port) <= MAX_PORT
     return text in ("local", "auto") or (is_place and "/" not in host)
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"unknown {name}", given=str(value), allowed=list(allowed))
 
 
 def _at_least(config: ServiceConfig | KvEventsConfig, smallest: int, *names: str) -> None:

@@ -1,12 +1,12 @@
 """What one engine can take, and refusing at the door what it never could."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kvferry.cluster.serving.requests import EngineRequest
 from kvferry.proto.errors import ConfigError, NeverFitsError, PromptTooLongError
 from kvferry.proto.group_specs import takes_partial_loads
-from kvferry.proto.specs import LayerSpec, RequestLimits
+from kvferry.proto.specs import LayerSpec, RequestLimits, require_one_of
 
 Policy = Literal["fcfs", "priority"]
 
@@ -31,8 +31,7 @@ class Limits:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} must be a positive integer", given=value, allowed=">= 1")
-        if self.policy not in ("fcfs", "priority"):
-            raise ConfigError("unknown policy", given=self.policy, allowed=["fcfs", "priority"])
+        require_one_of("policy", self.policy, get_args(Policy))
 
     @property
     def takes_partial_loads(self) -> bool:
