@@ -196,7 +196,7 @@ class Engine:
         elif (
             self._asking is None
             and self._scheduler.must_ask()
-            and self._scheduler.may_ask_before(runs)
+            and self._scheduler.may_ask_before_computing()
         ):
             self._asking = self._asker.submit(self._call_with_retries, self._next_step())
             if self._scheduler.lacks_slots() and self._is_answered(ANSWER_GRACE_S):

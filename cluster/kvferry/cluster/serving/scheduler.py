@@ -169,10 +169,9 @@ class Scheduler:
             return True
         return any(s.slots_ahead <= self._ahead_tokens // 2 for s in self._running)
 
-    def may_ask_before(self, runs: tuple[Run, ...]) -> bool:
-        """Return whether none of `runs` will need, for its next token, an answer to this one."""
-        running = {run.request.request_id for run in runs}
-        return all(s.slots_ahead > 0 for s in self._running if s.request_id in running)
+    def may_ask_before_computing(self) -> bool:
+        """Return whether no run of `next_runs` will need, for its next token, an answer to this."""
+        return all(sequence.slots_ahead > 0 for sequence, _ in self._runs)
 
     def lacks_slots(self) -> bool:
         """Return whether some request cannot go on until the coordinator has answered."""
