@@ -18,8 +18,9 @@ from kvferry.proto.errors import (
     PromptTooLongError,
     SchemeMismatchError,
 )
+from kvferry.proto.hashing import hash_tokens
 from kvferry.proto.ids import InstanceId, RequestId
-from kvferry.proto.messages import Describe, Description
+from kvferry.proto.messages import AcquireLease, Describe, Description, Leased, ReleaseLease
 from kvferry.worker.model.reference import TransformersReference
 from kvferry.worker.model.sampling import SamplingParams
 
@@ -354,3 +355,31 @@ def test_an_abort_is_heard_while_another_request_waits_for_room(service: Any) ->
     num_steps, served = with_router(service.router(), leave_the_first)
     require_equal(service, served)
     assert num_steps < 60
+
+
+def test_who_waits_for_leased_blocks_asks_often_and_goes_on_when_they_come_back(
+    service: Any,
+) -> None:
+    service.add("d0", "decode", num_blocks=13)
+    port = service.ports["d0"]
+
+    async def wait_for_a_lease(router: Router) -> tuple[int, Served]:
+        first = await router.serve(ask("a", prompt(9, 80), 1))
+        scheme, digest = service.infos["d0"].scheme, service.infos["d0"].identity.digest()
+        hashes = hash_tokens(scheme, first.request.prompt_token_ids)
+        leased = service.coordinator.call(
+            AcquireLease(call_id="l", identity_digest=digest, hashes=hashes, ttl_s=60)
+        )
+        assert isinstance(leased, Leased)
+        assert leased.lease_id is not None
+        waiting = asyncio.create_task(router.serve(ask("b", prompt(10, 40), 4)))
+        await asyncio.sleep(0.2)
+        before = port.num_steps
+        await asyncio.sleep(1)
+        num_asked = port.num_steps - before
+        service.coordinator.call(ReleaseLease(call_id="l", lease_id=leased.lease_id))
+        return num_asked, await waiting
+
+    num_asked, served = with_router(service.router(), wait_for_a_lease)
+    require_equal(service, served)
+    assert num_asked >= 10

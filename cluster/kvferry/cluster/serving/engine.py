@@ -193,7 +193,8 @@ class Engine:
         if not runs and self._nothing_came:
             self._pause(NOTHING_FITS_PAUSE_S)
             self._nothing_came = False
-        elif (
+            return
+        if (
             self._asking is None
             and self._scheduler.must_ask()
             and self._scheduler.may_ask_before_computing()
