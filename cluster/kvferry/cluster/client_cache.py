@@ -14,6 +14,7 @@ from kvferry.cluster.client_staging import Staging, require_layers, require_writ
 from kvferry.cluster.control_client import ControlClient, require_timeout
 from kvferry.proto.errors import DeadlineError, KvferryError, NotFoundError, TransferError
 from kvferry.proto.extra_keys import NO_KEYS, RequestKeys
+from kvferry.proto.group_specs import specs_of, takes_partial_loads
 from kvferry.proto.hashing import hash_tokens
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import BlockHash, GroupId, InstanceId, LeaseId
@@ -209,8 +210,8 @@ class ModelCache:
                 placed += arrived
                 if outcome.error is not None:
                     _log.warning("a fetch ended after %d blocks: %s", placed, outcome.error)
-                    is_prefix = self.identity.groups == (group,) and group.kind == "full"
-                    return placed * self.block_tokens if is_prefix else 0
+                    specs = specs_of(self.identity, self.block_tokens)
+                    return placed * self.block_tokens if takes_partial_loads(specs) else 0
         return num_blocks * self.block_tokens
 
     def _push(

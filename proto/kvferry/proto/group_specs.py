@@ -58,6 +58,6 @@ def takes_partial_loads(specs: Sequence[LayerSpec]) -> bool:
     """Tell whether a load that ended early is of use, by the specs of all groups.
 
     It is where there is one group and a prefix needs each of its blocks: what arrived is a shorter
-    prefix then. Engine and coordinator must agree on it.
+    prefix then. Engine, coordinator and client must agree on it.
     """
     return len(specs) == 1 and isinstance(specs[0], WholeLengthSpec)
