@@ -56,7 +56,7 @@ def start(args: argparse.Namespace, coordinator: CoordinatorActor, store: Worker
         scheme=make_scheme(hash_block_tokens=args.block_tokens),
         layout=Layout(block_tokens=args.block_tokens),
         num_blocks=args.num_blocks,
-        address=started.address,
+        rank_addresses=(started.address,),
         max_model_len=0,
         rank_pids=(os.getpid(),),
         version=version("kvferry"),

@@ -40,7 +40,7 @@ def make_info(name: str = "decode-0", *, block_tokens: int = 4, **changes: Any) 
         scheme=make_scheme(hash_block_tokens=block_tokens),
         layout=Layout(block_tokens=block_tokens),
         num_blocks=10,
-        address=f"127.0.0.1:{name}",
+        rank_addresses=(f"127.0.0.1:{name}",),
         max_model_len=1000,
         rank_pids=(1,),
         version="0.1.0",

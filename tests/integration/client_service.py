@@ -41,7 +41,7 @@ class ClientService:
             identity=self.identity,
             block_tokens=BLOCK_TOKENS,
             num_blocks=num_blocks,
-            address=started.address,
+            rank_addresses=(started.address,),
             max_model_len=0 if role == "store" else 64,
             rank_pids=(started.pid,),
         )

@@ -290,7 +290,7 @@ def test_a_holder_that_says_nothing_is_a_miss_at_the_deadline(
     source = cache.lookup(range(8)).source
     assert source is not None
     service.workers["store-0"].stop()
-    with socket.create_server(("127.0.0.1", int(source.address.rpartition(":")[2]))):
+    with socket.create_server(("127.0.0.1", int(source.rank_addresses[0].rpartition(":")[2]))):
         started = time.monotonic()
         assert cache.fetch(range(8), blank_layers(8), timeout_s=0.5) == 0
         assert time.monotonic() - started < 2.0

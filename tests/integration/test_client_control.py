@@ -92,11 +92,11 @@ def refusing(error: Exception) -> Callable[[Command], Reply]:
         (Locate(identity_digest=DIGEST, hashes=HASHES), Located(epoch=Epoch(3), holders=())),
         (
             AcquireLease(call_id="c", identity_digest=DIGEST, hashes=HASHES, ttl_s=1.5),
-            Leased(lease_id=LeaseId("l"), source=None, num_blocks=2, ttl_s=1.5),
+            Leased(lease_id=LeaseId("l"), source=None, num_hashes=2, ttl_s=1.5),
         ),
         (
             RenewLease(call_id="c", lease_id=LeaseId("l"), ttl_s=2.5),
-            Leased(lease_id=LeaseId("l"), source=None, num_blocks=2, ttl_s=2.5),
+            Leased(lease_id=LeaseId("l"), source=None, num_hashes=2, ttl_s=2.5),
         ),
         (ReleaseLease(call_id="c", lease_id=LeaseId("l")), Done(changed=True)),
     ],

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
 # With SIGINT ignored, as a shell starts background jobs: an interrupt must be heard all the same.
 AS_BACKGROUND_JOB = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")
-RANK_LINE = re.compile(r"(\S+) \((prefill|decode)\) at (\S+): rank 0 pid (\d+)")
+RANK_LINE = re.compile(r"(\S+) \((prefill|decode)\): rank 0 at (\S+) pid (\d+)")
 
 
 @dataclass

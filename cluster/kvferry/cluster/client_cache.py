@@ -72,12 +72,12 @@ class ModelCache:
         last token anew.
         """
         holders = self._holders(self._hashes(token_ids, keys), self._control.timeout_s)
-        if not holders or not holders[0].num_blocks:
+        if not holders or not holders[0].num_hashes:
             return Hit(num_tokens=0, num_blocks=0, source=None)
         best = holders[0]
         return Hit(
-            num_tokens=best.num_blocks * self.block_tokens,
-            num_blocks=best.num_blocks,
+            num_tokens=best.num_hashes * self.block_tokens,
+            num_blocks=best.num_hashes,
             source=best.source,
         )
 
@@ -167,7 +167,7 @@ class ModelCache:
         if not hashes:
             return 0
         holders = self._holders(hashes, deadline.left_s())
-        if instance_id is None and any(one.num_blocks == len(hashes) for one in holders):
+        if instance_id is None and any(one.num_hashes == len(hashes) for one in holders):
             return self._num_tokens(hashes)
         refusal: KvferryError | None = None
         for source in _takers(holders, instance_id):
@@ -196,7 +196,7 @@ class ModelCache:
             while placed < num_blocks:
                 part = hashes[placed : placed + staging.num_blocks]
                 outcome = self._transfer.pull(
-                    lease.source.address,
+                    lease.source.rank_addresses[0],
                     [staging.run(GroupId(group_id), part)],
                     identity=self.identity,
                     memory=staging.memory,
@@ -241,7 +241,7 @@ class ModelCache:
                         part = hashes[sent : sent + staging.num_blocks]
                         staging.fill(layers, group, sent, len(part))
                         self._transfer.store(
-                            target.address,
+                            target.rank_addresses[0],
                             staging.run(GroupId(group_id), part),
                             identity=self.identity,
                             memory=staging.memory,
@@ -317,6 +317,6 @@ def _takers(holders: Sequence[Holder], instance_id: str | None) -> list[Source]:
     if instance_id is not None:
         return [one.source for one in holders if one.source.instance_id == instance_id]
     best_first = sorted(
-        holders, key=lambda one: (one.role != "store", -one.num_blocks, -one.num_free_blocks)
+        holders, key=lambda one: (one.role != "store", -one.num_hashes, -one.num_free_blocks)
     )
     return [one.source for one in best_first]

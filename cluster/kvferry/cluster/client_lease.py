@@ -50,8 +50,8 @@ class Lease:
     def __init__(self, control: ControlClient, leased: Leased, block_tokens: int) -> None:
         self._control = control
         self._lease_id = leased.lease_id
-        self.num_blocks = leased.num_blocks
-        self.num_tokens = leased.num_blocks * block_tokens
+        self.num_blocks = leased.num_hashes
+        self.num_tokens = leased.num_hashes * block_tokens
         self.source = leased.source
 
     def __enter__(self) -> Self:

@@ -121,7 +121,7 @@ class _Admission:
         lease = self.state.lease_blocks(
             holder,
             self.state.blocks_of_prefix(holder, ask.hashes[:num_held], num_hit),
-            num_prefix_blocks=num_held,
+            num_prefix_hashes=num_held,
             now=self.now,
             ttl_s=self.step_lease_s,
             beneficiary=self.instance.info.instance_id,

@@ -81,11 +81,7 @@ class Instance:
     @property
     def source(self) -> Source:
         """Where blocks of this instance can be fetched."""
-        return Source(
-            instance_id=self.info.instance_id,
-            incarnation=self.info.incarnation,
-            address=self.info.address,
-        )
+        return self.info.source
 
     @property
     def num_requests(self) -> int:

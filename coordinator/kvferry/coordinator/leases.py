@@ -15,13 +15,13 @@ from kvferry.proto.ids import BlockId, Epoch, InstanceId, LeaseId
 class Lease:
     """Blocks of `instance_id`, kept until `deadline_s` for `beneficiary` (None: a client).
 
-    They serve a prefix of `num_prefix_blocks` blocks, in every group.
+    They serve a prefix of `num_prefix_hashes` hashes, in every group.
     """
 
     lease_id: LeaseId
     instance_id: InstanceId
     block_ids: tuple[BlockId, ...]
-    num_prefix_blocks: int
+    num_prefix_hashes: int
     beneficiary: InstanceId | None
     started_s: float
     deadline_s: float
@@ -62,7 +62,7 @@ class LeaseTable:
         instance_id: InstanceId,
         block_ids: tuple[BlockId, ...],
         *,
-        num_prefix_blocks: int,
+        num_prefix_hashes: int,
         now: float,
         ttl_s: float,
         beneficiary: InstanceId | None = None,
@@ -78,7 +78,7 @@ class LeaseTable:
             lease_id=self.new_id(),
             instance_id=instance_id,
             block_ids=block_ids,
-            num_prefix_blocks=num_prefix_blocks,
+            num_prefix_hashes=num_prefix_hashes,
             beneficiary=beneficiary,
             started_s=now,
             deadline_s=now + min(ttl_s, self.cap_s),

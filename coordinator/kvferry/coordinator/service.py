@@ -215,7 +215,8 @@ class CoordinatorService:
                 f"{info.instance_id}: incarnation {known.info.incarnation} by {info.incarnation}",
             )
         self.state.add_instance(instance)
-        self.state.note("instance_registered", f"{info.instance_id} at {info.address}")
+        places = ", ".join(info.rank_addresses)
+        self.state.note("instance_registered", f"{info.instance_id} at {places}")
         return self._registered
 
     def _new_sampler(self) -> BlockSampler | None:
@@ -261,11 +262,11 @@ class CoordinatorService:
             Holder(
                 source=instance.source,
                 role=instance.info.role,
-                num_blocks=num_blocks,
+                num_hashes=num_hashes,
                 num_requests=instance.num_requests,
                 num_free_blocks=instance.manager.pool.num_free_blocks,
             )
-            for instance, num_blocks in self.state.holders(command.identity_digest, command.hashes)
+            for instance, num_hashes in self.state.holders(command.identity_digest, command.hashes)
         )
         return Located(epoch=self.epoch, holders=holders)
 
@@ -283,14 +284,14 @@ class CoordinatorService:
         require_ttl("ttl_s", command.ttl_s)
         if command.instance_id is not None:
             self._require_identity(command.instance_id, command.identity_digest)
-        for instance, num_blocks in self.state.holders(command.identity_digest, command.hashes):
-            if num_blocks and command.instance_id in (None, instance.info.instance_id):
-                blocks = self.state.blocks_of_prefix(instance, command.hashes[:num_blocks])
+        for instance, num_hashes in self.state.holders(command.identity_digest, command.hashes):
+            if num_hashes and command.instance_id in (None, instance.info.instance_id):
+                blocks = self.state.blocks_of_prefix(instance, command.hashes[:num_hashes])
                 lease = self.state.lease_blocks(
-                    instance, blocks, num_prefix_blocks=num_blocks, now=now, ttl_s=command.ttl_s
+                    instance, blocks, num_prefix_hashes=num_hashes, now=now, ttl_s=command.ttl_s
                 )
                 return self._leased(lease, now)
-        return Leased(lease_id=None, source=None, num_blocks=0, ttl_s=0.0)
+        return Leased(lease_id=None, source=None, num_hashes=0, ttl_s=0.0)
 
     def _require_identity(self, instance_id: InstanceId, identity_digest: bytes) -> None:
         instance = self.state.instance(instance_id)
@@ -305,7 +306,7 @@ class CoordinatorService:
         return Leased(
             lease_id=lease.lease_id,
             source=self.state.instance(lease.instance_id).source,
-            num_blocks=lease.num_prefix_blocks,
+            num_hashes=lease.num_prefix_hashes,
             ttl_s=lease.deadline_s - now,
         )
 

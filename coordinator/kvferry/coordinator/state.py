@@ -184,7 +184,7 @@ class ServiceState:
         instance: Instance,
         block_ids: tuple[BlockId, ...],
         *,
-        num_prefix_blocks: int,
+        num_prefix_hashes: int,
         now: float,
         ttl_s: float,
         beneficiary: InstanceId | None = None,
@@ -198,7 +198,7 @@ class ServiceState:
         lease = self.leases.add(
             instance.info.instance_id,
             block_ids,
-            num_prefix_blocks=num_prefix_blocks,
+            num_prefix_hashes=num_prefix_hashes,
             now=now,
             ttl_s=ttl_s,
             beneficiary=beneficiary,

@@ -105,18 +105,26 @@ def scheme_from_pb(message: pb.Scheme) -> HashScheme:
 
 
 def source_to_pb(source: Source) -> pb.Source:
-    """Translate an instance's life and transfer address."""
+    """Translate an instance's life, and where its ranks are."""
     return pb.Source(
-        instance_id=source.instance_id, incarnation=source.incarnation, address=source.address
+        instance_id=source.instance_id,
+        incarnation=source.incarnation,
+        layout=layout_text(source.layout),
+        rank_addresses=source.rank_addresses,
     )
 
 
 def source_from_pb(message: pb.Source) -> Source:
-    """Translate an instance's life and transfer address back."""
+    """Translate an instance's life, and where its ranks are, back.
+
+    Raises:
+        ConfigError: a layout that this version does not know.
+    """
     return Source(
         instance_id=InstanceId(message.instance_id),
         incarnation=Incarnation(message.incarnation),
-        address=message.address,
+        layout=parse_layout(message.layout),
+        rank_addresses=tuple(message.rank_addresses),
     )
 
 
@@ -235,7 +243,7 @@ def located_to_pb(reply: Located) -> pb.LocateReply:
         pb.Holder(
             source=source_to_pb(holder.source),
             role=holder.role,
-            num_blocks=holder.num_blocks,
+            num_hashes=holder.num_hashes,
             num_requests=holder.num_requests,
             num_free_blocks=holder.num_free_blocks,
         )
@@ -254,7 +262,7 @@ def located_from_pb(message: pb.LocateReply) -> Located:
         Holder(
             source=source_from_pb(holder.source),
             role=_role_from_pb(holder.role),
-            num_blocks=holder.num_blocks,
+            num_hashes=holder.num_hashes,
             num_requests=holder.num_requests,
             num_free_blocks=holder.num_free_blocks,
         )
@@ -268,7 +276,7 @@ def leased_to_pb(reply: Leased) -> pb.LeaseReply:
     return pb.LeaseReply(
         lease_id=reply.lease_id,
         source=None if reply.source is None else source_to_pb(reply.source),
-        num_blocks=reply.num_blocks,
+        num_hashes=reply.num_hashes,
         ttl_s=reply.ttl_s,
     )
 
@@ -278,7 +286,7 @@ def leased_from_pb(message: pb.LeaseReply) -> Leased:
     return Leased(
         lease_id=LeaseId(message.lease_id) if message.HasField("lease_id") else None,
         source=source_from_pb(message.source) if message.HasField("source") else None,
-        num_blocks=message.num_blocks,
+        num_hashes=message.num_hashes,
         ttl_s=message.ttl_s,
     )
 
@@ -323,15 +331,11 @@ def description_from_pb(message: pb.DescribeReply) -> Description:
 
 def _instance_to_pb(status: InstanceStatus) -> pb.Instance:
     info = status.info
-    source = Source(
-        instance_id=info.instance_id, incarnation=info.incarnation, address=info.address
-    )
     return pb.Instance(
-        source=source_to_pb(source),
+        source=source_to_pb(info.source),
         role=info.role,
         identity_cbor=identity_to_cbor(info.identity),
         scheme=scheme_to_pb(info.scheme),
-        layout=layout_text(info.layout),
         num_blocks=info.num_blocks,
         max_model_len_tokens=info.max_model_len,
         max_in_flight_tokens=info.max_in_flight_tokens,
@@ -354,9 +358,9 @@ def _instance_from_pb(message: pb.Instance) -> InstanceStatus:
         incarnation=source.incarnation,
         identity=identity_from_cbor(message.identity_cbor),
         scheme=scheme_from_pb(message.scheme),
-        layout=parse_layout(message.layout),
+        layout=source.layout,
         num_blocks=message.num_blocks,
-        address=source.address,
+        rank_addresses=source.rank_addresses,
         max_model_len=message.max_model_len_tokens,
         max_in_flight_tokens=message.max_in_flight_tokens,
         rank_pids=tuple(message.rank_pids),

@@ -37,8 +37,8 @@ Role = Literal["prefill", "decode", "store"]
 class InstanceInfo:
     """One instance as it introduces itself.
 
-    `num_blocks` includes the null block. `address` is `host:port` of its transfer server
-    (rank 0's; one rank per instance today). `max_model_len` is in tokens, 0 for a store.
+    `num_blocks` includes the null block. `rank_addresses` are `host:port` of the transfer servers
+    of its ranks, rank 0 first. `max_model_len` is in tokens, 0 for a store.
     `max_in_flight_tokens`: most tokens of one request that are computed in one step; it bounds the
     blocks that a group with a window holds (0: not told).
     """
@@ -50,11 +50,21 @@ class InstanceInfo:
     scheme: HashScheme
     layout: Layout
     num_blocks: int
-    address: str
+    rank_addresses: tuple[str, ...]
     max_model_len: int
     max_in_flight_tokens: int = 0
     rank_pids: tuple[int, ...]
     version: str
+
+    @property
+    def source(self) -> Source:
+        """Where blocks of this instance can be fetched."""
+        return Source(
+            instance_id=self.instance_id,
+            incarnation=self.incarnation,
+            layout=self.layout,
+            rank_addresses=self.rank_addresses,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +113,11 @@ class Locate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """One live instance of the identity and how much of the prefix it holds (may be 0 blocks)."""
+    """One live instance of the identity and how many of the hashes, from the first on, it holds."""
 
     source: Source
     role: Role
-    num_blocks: int
+    num_hashes: int
     num_requests: int
     num_free_blocks: int
 
@@ -136,11 +146,11 @@ class AcquireLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leased:
-    """The lease; `num_blocks` 0 (and no lease) when nobody holds the first block."""
+    """The lease; `num_hashes` 0 (and no lease) when nobody holds the first hash."""
 
     lease_id: LeaseId | None
     source: Source | None
-    num_blocks: int
+    num_hashes: int
     ttl_s: float
 
 

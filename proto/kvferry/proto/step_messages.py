@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.proto.extra_keys import NO_KEYS, RequestKeys
 from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, LeaseId, RequestId
+from kvferry.proto.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +141,15 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where blocks can be fetched: an instance in one life, and its transfer address."""
+    """Where blocks can be fetched: an instance in one life.
+
+    `rank_addresses`: `host:port` of the transfer server of each rank of `layout`, rank 0 first.
+    """
 
     instance_id: InstanceId
     incarnation: Incarnation
-    address: str
+    layout: Layout
+    rank_addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,15 +4,21 @@ import pytest
 
 from kvferry.cluster.serving.routing import Route, choose_route
 from kvferry.proto.ids import Incarnation, InstanceId
+from kvferry.proto.layout import Layout
 from kvferry.proto.messages import Holder, Role
 from kvferry.proto.step_messages import Source
 
 
-def holder(name: str, role: Role, num_blocks: int) -> Holder:
+def holder(name: str, role: Role, num_hashes: int) -> Holder:
     return Holder(
-        source=Source(instance_id=InstanceId(name), incarnation=Incarnation(1), address="x:1"),
+        source=Source(
+            instance_id=InstanceId(name),
+            incarnation=Incarnation(1),
+            layout=Layout(block_tokens=16),
+            rank_addresses=("x:1",),
+        ),
         role=role,
-        num_blocks=num_blocks,
+        num_hashes=num_hashes,
         num_requests=0,
         num_free_blocks=100,
     )

@@ -196,7 +196,7 @@ def test_an_end_is_told_only_after_the_coordinator_has_taken_the_release(rig: Ri
         Locate(identity_digest=IDENTITY.digest(), hashes=hash_tokens(SCHEME, range(8))), 0.0
     )
     assert isinstance(located, Located)
-    assert [holder.num_blocks for holder in located.holders] == [2]
+    assert [holder.num_hashes for holder in located.holders] == [2]
 
 
 def test_a_prefill_of_less_than_a_block_has_nothing_to_do(rig: Rig) -> None:

@@ -218,7 +218,7 @@ class Fleet:
         located = self.ask(
             Locate(identity_digest=self.identity.digest(), hashes=chain(text)), Located
         )
-        return {holder.source.instance_id: holder.num_blocks for holder in located.holders}
+        return {holder.source.instance_id: holder.num_hashes for holder in located.holders}
 
     def lease(self, text: str, ttl_s: float = 10.0, at: str | None = None) -> Leased:
         command = AcquireLease(

@@ -87,7 +87,7 @@ def test_deadlines_pass_without_any_command(actor: CoordinatorActor) -> None:
         )
     )
     assert isinstance(leased, Leased)
-    assert leased.num_blocks == 1
+    assert leased.num_hashes == 1
     deadline_s = time.monotonic() + 5.0
     service = actor._service
     assert service is not None

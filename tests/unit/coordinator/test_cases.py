@@ -247,8 +247,8 @@ def test_b44_a_worker_that_dies_and_returns_leaves_no_trace() -> None:
         sizes.add(live_tables())
     assert sizes == {(2, 4, 1, 1, 0)}
     fleet.register("w", num_blocks=8, incarnation=100)
-    with pytest.raises(MismatchError, match="address=elsewhere"):
-        fleet.register("w", num_blocks=8, incarnation=100, address="elsewhere")
+    with pytest.raises(MismatchError, match="elsewhere"):
+        fleet.register("w", num_blocks=8, incarnation=100, rank_addresses=("elsewhere",))
     assert fleet.locate("xyzw")["w"] == 4
 
 

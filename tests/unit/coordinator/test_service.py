@@ -151,7 +151,7 @@ def test_holders_come_longest_first_then_least_loaded_then_by_id(fleet: Fleet) -
     fleet.cache("c", "xy")
     fleet.compute("a", admit("busy", "q", allow_remote=False))
     located = fleet.ask(Locate(identity_digest=IDENTITY.digest(), hashes=chain("xyz")), Located)
-    shown = [(h.source.instance_id, h.num_blocks, h.num_requests) for h in located.holders]
+    shown = [(h.source.instance_id, h.num_hashes, h.num_requests) for h in located.holders]
     assert shown == [("c", 2, 0), ("b", 0, 0), ("a", 0, 1)]
 
 
@@ -160,7 +160,7 @@ def test_only_instances_of_the_identity_are_located(fleet: Fleet) -> None:
     fleet.register("v2", identity=other)
     fleet.cache("a", "x")
     located = fleet.ask(Locate(identity_digest=other.digest(), hashes=chain("x")), Located)
-    assert [(h.source.instance_id, h.num_blocks) for h in located.holders] == [("v2", 0)]
+    assert [(h.source.instance_id, h.num_hashes) for h in located.holders] == [("v2", 0)]
     assert fleet.step("v2", waiting=(admit("r", "x"),)).loads == ()
 
 
@@ -171,7 +171,7 @@ def test_a_leased_block_stays_until_the_deadline(fleet: Fleet) -> None:
     fleet.cache("a", "xy")
     leased = fleet.lease("xyz", ttl_s=10.0)
     assert leased.source is not None
-    assert (leased.source.instance_id, leased.num_blocks, leased.ttl_s) == ("a", 2, 10.0)
+    assert (leased.source.instance_id, leased.num_hashes, leased.ttl_s) == ("a", 2, 10.0)
     assert fleet.num_free("a") == 7
     fleet.now = 9.9
     assert fleet.ask(Tick(), Done) == Done(changed=False)
@@ -207,7 +207,7 @@ def test_a_lease_can_be_renewed_up_to_the_cap_and_released_once() -> None:
 
 
 def test_nothing_is_leased_where_nobody_holds_the_first_block(fleet: Fleet) -> None:
-    nothing = Leased(lease_id=None, source=None, num_blocks=0, ttl_s=0.0)
+    nothing = Leased(lease_id=None, source=None, num_hashes=0, ttl_s=0.0)
     assert fleet.lease("x") == nothing
     fleet.cache("a", "x")
     assert fleet.lease("x", at="b") == nothing

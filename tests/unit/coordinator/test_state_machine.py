@@ -88,7 +88,7 @@ class ServiceMachine(RuleBasedStateMachine):
     def lease(self, text: str, ttl_s: float, end: bool) -> None:
         leased = self.fleet.lease(text, ttl_s)
         if leased.lease_id is not None:
-            assert 1 <= leased.num_blocks <= len(text)
+            assert 1 <= leased.num_hashes <= len(text)
             self.lease_ids.append(leased.lease_id)
         if not self.lease_ids:
             return

@@ -32,7 +32,10 @@ SCHEME = HashScheme(
 )
 IDENTITY = make_identity(num_layers=2, num_kv_heads=3, head_size=4)
 SOURCE = Source(
-    instance_id=InstanceId("store-0"), incarnation=Incarnation(2**53), address="127.0.0.1:7"
+    instance_id=InstanceId("store-0"),
+    incarnation=Incarnation(2**53),
+    layout=Layout(block_tokens=16, dcp=2),
+    rank_addresses=("127.0.0.1:7", "127.0.0.1:8"),
 )
 
 counts = st.integers(0, 2**40)
@@ -42,7 +45,8 @@ sources = st.builds(
     Source,
     instance_id=texts.map(InstanceId),
     incarnation=counts.map(Incarnation),
-    address=texts,
+    layout=st.builds(Layout, block_tokens=st.integers(1, 64), tp=st.integers(1, 8)),
+    rank_addresses=st.lists(texts, max_size=3).map(tuple),
 )
 
 
@@ -87,9 +91,9 @@ def test_commands_survive_the_wire(
 
 
 @settings(deadline=None, max_examples=50)
-@given(source=sources, num_blocks=counts, num_requests=counts, changed=st.booleans())
+@given(source=sources, num_hashes=counts, num_requests=counts, changed=st.booleans())
 def test_replies_survive_the_wire(
-    source: Source, num_blocks: int, num_requests: int, changed: bool
+    source: Source, num_hashes: int, num_requests: int, changed: bool
 ) -> None:
     located = Located(
         epoch=Epoch(num_requests),
@@ -97,21 +101,21 @@ def test_replies_survive_the_wire(
             Holder(
                 source=source,
                 role="prefill",
-                num_blocks=num_blocks,
+                num_hashes=num_hashes,
                 num_requests=num_requests,
                 num_free_blocks=5,
             ),
             Holder(
                 source=SOURCE,
                 role="store",
-                num_blocks=0,
+                num_hashes=0,
                 num_requests=0,
-                num_free_blocks=num_blocks,
+                num_free_blocks=num_hashes,
             ),
         ),
     )
-    leased = Leased(lease_id=LeaseId("l"), source=source, num_blocks=num_blocks, ttl_s=1.5)
-    nothing = Leased(lease_id=None, source=None, num_blocks=0, ttl_s=0.0)
+    leased = Leased(lease_id=LeaseId("l"), source=source, num_hashes=num_hashes, ttl_s=1.5)
+    nothing = Leased(lease_id=None, source=None, num_hashes=0, ttl_s=0.0)
 
     assert codec.located_from_pb(codec.located_to_pb(located)) == located
     assert codec.leased_from_pb(codec.leased_to_pb(leased)) == leased

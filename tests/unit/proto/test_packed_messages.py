@@ -9,6 +9,7 @@ from kvferry.proto import packed_messages
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.extra_keys import RequestKeys
 from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, LeaseId, RequestId
+from kvferry.proto.layout import Layout
 from kvferry.proto.messages import Command, Reply, Tick
 from kvferry.proto.packed_messages import pack_command, pack_reply, unpack_command, unpack_reply
 from kvferry.proto.step_messages import (
@@ -66,7 +67,10 @@ REPLY = StepReply(
             block_ids=((BlockId(4),), ()),
             num_hit_blocks=0,
             source=Source(
-                instance_id=InstanceId("b"), incarnation=Incarnation(2), address="127.0.0.1:1"
+                instance_id=InstanceId("b"),
+                incarnation=Incarnation(2),
+                layout=Layout(block_tokens=16, pp=2, stage_layers=(1, 3)),
+                rank_addresses=("127.0.0.1:1", "127.0.0.1:2"),
             ),
             lease_id=LeaseId("l"),
             ttl_s=0.1,

@@ -41,7 +41,7 @@ def registration() -> RegisterInstance:
         scheme=SCHEME,
         layout=Layout(block_tokens=_BLOCK_TOKENS),
         num_blocks=_NUM_BLOCKS,
-        address="127.0.0.1:1",
+        rank_addresses=("127.0.0.1:1",),
         max_model_len=1 << 20,
         rank_pids=(1,),
         version="bench",

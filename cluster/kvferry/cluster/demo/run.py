@@ -83,8 +83,11 @@ def run_demo(config: ServiceConfig, settings: DemoSettings, progress: Progress) 
 
 def _tell_instance(info: InstanceInfo, progress: Progress) -> PoolPlan:
     pool = pool_of(info)
-    ranks = ", ".join(f"rank {i} pid {pid}" for i, pid in enumerate(info.rank_pids))
-    progress(f"{info.instance_id} ({info.role}) at {info.address}: {ranks}")
+    ranks = ", ".join(
+        f"rank {i} at {address} pid {pid}"
+        for i, (address, pid) in enumerate(zip(info.rank_addresses, info.rank_pids, strict=True))
+    )
+    progress(f"{info.instance_id} ({info.role}): {ranks}")
     progress(f"{info.instance_id} has {pool}")
     return pool
 

@@ -275,7 +275,7 @@ class Engine:
         load = order.load
         try:
             outcome = self._mover.pull(
-                source_address=load.source.address,
+                source_address=load.source.rank_addresses[0],
                 source_incarnation=load.source.incarnation,
                 lease_id=load.lease_id,
                 runs=order.runs,

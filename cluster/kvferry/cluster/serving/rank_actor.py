@@ -127,7 +127,7 @@ class RankActor:
             scheme=scheme,
             layout=Layout(block_tokens=settings.block_tokens),
             num_blocks=pool.num_blocks,
-            address=self._serve(worker),
+            rank_addresses=(self._serve(worker),),
             max_model_len=pool.max_model_len,
             max_in_flight_tokens=settings.token_budget,
             rank_pids=(os.getpid(),),

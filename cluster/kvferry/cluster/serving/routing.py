@@ -38,13 +38,13 @@ def choose_route(
     Args:
         holders: all live instances of the model with the length of the prefix each holds.
         in_flight: the router's own count of requests per instance.
-        num_prompt_blocks: full blocks of the prompt, short of its last token.
-        min_prefill_blocks: send to a prefill instance only if this many blocks are held by nobody.
+        num_prompt_blocks: full hash blocks of the prompt, short of its last token.
+        min_prefill_blocks: send to a prefill instance only if nobody holds so many hash blocks.
     """
     decoders = [holder for holder in holders if holder.role == "decode"]
     if not decoders:
         return None
-    held_anywhere = min(max(holder.num_blocks for holder in holders), num_prompt_blocks)
+    held_anywhere = min(max(holder.num_hashes for holder in holders), num_prompt_blocks)
     prefillers = [holder for holder in holders if holder.role == "prefill"]
     decode = _cheapest(decoders, in_flight, held_anywhere)
     if not prefillers or num_prompt_blocks - held_anywhere < min_prefill_blocks:
@@ -57,7 +57,7 @@ def _cheapest(
 ) -> InstanceId:
     def cost(holder: Holder) -> tuple[float, InstanceId]:
         instance_id = holder.source.instance_id
-        to_pull = max(held_anywhere - holder.num_blocks, 0)
+        to_pull = max(held_anywhere - holder.num_hashes, 0)
         queue = in_flight.get(instance_id, 0)
         return to_pull * PULL_COST + queue * REQUEST_COST_BLOCKS, instance_id
 

@@ -132,20 +132,28 @@ class Source(google.protobuf.message.Message):
 
     INSTANCE_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
-    ADDRESS_FIELD_NUMBER: builtins.int
+    RANK_ADDRESSES_FIELD_NUMBER: builtins.int
+    LAYOUT_FIELD_NUMBER: builtins.int
     instance_id: builtins.str
     incarnation: builtins.int
     """One life of the instance's process; larger is later."""
-    address: builtins.str
-    """host:port of its transfer server."""
+    layout: builtins.str
+    """How its ranks share layers, heads and tokens: "block_tokens=16,pcp=2,...", the text form of
+    docs/layouts.md. What it leaves out has its default.
+    """
+    @property
+    def rank_addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """host:port of the transfer server of each of its ranks, rank 0 first."""
+
     def __init__(
         self,
         *,
         instance_id: builtins.str = ...,
         incarnation: builtins.int = ...,
-        address: builtins.str = ...,
+        rank_addresses: collections.abc.Iterable[builtins.str] | None = ...,
+        layout: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "incarnation", b"incarnation", "instance_id", b"instance_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "instance_id", b"instance_id", "layout", b"layout", "rank_addresses", b"rank_addresses"]) -> None: ...
 
 Global___Source: typing_extensions.TypeAlias = Source
 
@@ -226,6 +234,7 @@ class Instance(google.protobuf.message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     IDENTITY_CBOR_FIELD_NUMBER: builtins.int
     SCHEME_FIELD_NUMBER: builtins.int
+    MAX_IN_FLIGHT_TOKENS_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: builtins.int
     RANK_PIDS_FIELD_NUMBER: builtins.int
@@ -236,12 +245,12 @@ class Instance(google.protobuf.message.Message):
     NUM_REQUESTS_FIELD_NUMBER: builtins.int
     STATS_FIELD_NUMBER: builtins.int
     KV_EVENTS_FIELD_NUMBER: builtins.int
-    LAYOUT_FIELD_NUMBER: builtins.int
-    MAX_IN_FLIGHT_TOKENS_FIELD_NUMBER: builtins.int
     role: builtins.str
     """"prefill", "decode" or "store"."""
     identity_cbor: builtins.bytes
     """Canonical CBOR of the identity: everything its cached bytes depend on."""
+    max_in_flight_tokens: builtins.int
+    """Most tokens of one request that it computes in one step; 0: not told."""
     num_blocks: builtins.int
     """Size of its pool, the null block included."""
     max_model_len_tokens: builtins.int
@@ -252,12 +261,6 @@ class Instance(google.protobuf.message.Message):
     num_free_blocks: builtins.int
     num_cached_blocks: builtins.int
     num_requests: builtins.int
-    layout: builtins.str
-    """How its ranks share layers, heads and tokens: "block_tokens=16,pcp=2,...", the text form of
-    docs/layouts.md. What it leaves out has its default.
-    """
-    max_in_flight_tokens: builtins.int
-    """Most tokens of one request that it computes in one step; 0: not told."""
     @property
     def source(self) -> Global___Source: ...
     @property
@@ -283,6 +286,7 @@ class Instance(google.protobuf.message.Message):
         role: builtins.str = ...,
         identity_cbor: builtins.bytes = ...,
         scheme: Global___Scheme | None = ...,
+        max_in_flight_tokens: builtins.int = ...,
         num_blocks: builtins.int = ...,
         max_model_len_tokens: builtins.int = ...,
         rank_pids: collections.abc.Iterable[builtins.int] | None = ...,
@@ -293,11 +297,9 @@ class Instance(google.protobuf.message.Message):
         num_requests: builtins.int = ...,
         stats: Global___Stats | None = ...,
         kv_events: Global___KvEvents | None = ...,
-        layout: builtins.str = ...,
-        max_in_flight_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kv_events", b"kv_events", "scheme", b"scheme", "source", b"source", "stats", b"stats"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["identity_cbor", b"identity_cbor", "kv_events", b"kv_events", "layout", b"layout", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "stats", b"stats", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identity_cbor", b"identity_cbor", "kv_events", b"kv_events", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "stats", b"stats", "version", b"version"]) -> None: ...
 
 Global___Instance: typing_extensions.TypeAlias = Instance
 
@@ -515,13 +517,13 @@ class Holder(google.protobuf.message.Message):
 
     SOURCE_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
-    NUM_BLOCKS_FIELD_NUMBER: builtins.int
+    NUM_HASHES_FIELD_NUMBER: builtins.int
     NUM_REQUESTS_FIELD_NUMBER: builtins.int
     NUM_FREE_BLOCKS_FIELD_NUMBER: builtins.int
     role: builtins.str
     """"prefill", "decode" or "store"."""
-    num_blocks: builtins.int
-    """Blocks of the prefix it holds; may be 0."""
+    num_hashes: builtins.int
+    """Hashes of the prefix it holds, from the first on; may be 0."""
     num_requests: builtins.int
     num_free_blocks: builtins.int
     @property
@@ -531,12 +533,12 @@ class Holder(google.protobuf.message.Message):
         *,
         source: Global___Source | None = ...,
         role: builtins.str = ...,
-        num_blocks: builtins.int = ...,
+        num_hashes: builtins.int = ...,
         num_requests: builtins.int = ...,
         num_free_blocks: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "role", b"role", "source", b"source"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_free_blocks", b"num_free_blocks", "num_hashes", b"num_hashes", "num_requests", b"num_requests", "role", b"role", "source", b"source"]) -> None: ...
 
 Global___Holder: typing_extensions.TypeAlias = Holder
 
@@ -609,12 +611,12 @@ class LeaseReply(google.protobuf.message.Message):
 
     LEASE_ID_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
-    NUM_BLOCKS_FIELD_NUMBER: builtins.int
+    NUM_HASHES_FIELD_NUMBER: builtins.int
     TTL_S_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
-    """Absent, as is `source`, when nobody holds the first block (then num_blocks is 0)."""
-    num_blocks: builtins.int
-    """Blocks of the asked prefix that the lease keeps."""
+    """Absent, as is `source`, when nobody holds the first hash (then num_hashes is 0)."""
+    num_hashes: builtins.int
+    """Hashes of the asked prefix that the lease keeps."""
     ttl_s: builtins.float
     """Seconds until it ends."""
     @property
@@ -624,11 +626,11 @@ class LeaseReply(google.protobuf.message.Message):
         *,
         lease_id: builtins.str | None = ...,
         source: Global___Source | None = ...,
-        num_blocks: builtins.int = ...,
+        num_hashes: builtins.int = ...,
         ttl_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_lease_id", b"_lease_id", "lease_id", b"lease_id", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_lease_id", b"_lease_id", "lease_id", b"lease_id", "num_blocks", b"num_blocks", "source", b"source", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_lease_id", b"_lease_id", "lease_id", b"lease_id", "num_hashes", b"num_hashes", "source", b"source", "ttl_s", b"ttl_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_lease_id", b"_lease_id"]) -> typing.Literal["lease_id"] | None: ...
 
 Global___LeaseReply: typing_extensions.TypeAlias = LeaseReply
