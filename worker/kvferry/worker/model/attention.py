@@ -8,7 +8,7 @@ window: of `window` tokens, a token sees itself and the `window - 1` before it; 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -54,12 +54,55 @@ class GroupBatch:
     sequences: tuple[SequenceSpan, ...]
 
 
+class AttentionBatch(Protocol):
+    """Where the layers of one forward pass write keys and values, and what its tokens see."""
+
+    def attend(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Write the new keys and values of a layer, then let every sequence attend to its own.
+
+        Arguments and result are those of `paged_attention`.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedBatch:
-    """The KV tensor of each layer, and what the pass does in it."""
+    """A pass over sequences that lie whole on one rank: each layer's KV tensor, and its group."""
 
     layers: Sequence[torch.Tensor]
     group_of_layer: Sequence[GroupBatch]
+
+    def attend(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Write the new keys and values of a layer, then attend sequence by sequence."""
+        layer = self.layers[layer_index]
+        group = self.group_of_layer[layer_index]
+        slots = (group.slot_blocks, group.slot_offsets)
+        # All writes come first: a sequence may share blocks that another one fills in this pass.
+        layer[0].index_put_(slots, key[0].transpose(0, 1))
+        layer[1].index_put_(slots, value[0].transpose(0, 1))
+        output = torch.empty_like(query)
+        for span in group.sequences:
+            part = slice(span.first_query, span.first_query + span.num_queries)
+            if span.num_queries == span.context_tokens:
+                seen = (key[:, :, part], value[:, :, part])
+            else:
+                seen = _read(layer, span)
+            output[:, :, part] = _attend(query[:, :, part], *seen, span.mask, scaling)
+        return output.transpose(1, 2)
 
 
 def paged_attention(
@@ -70,13 +113,13 @@ def paged_attention(
     attention_mask: None,
     *,
     scaling: float,
-    paged_batch: PagedBatch,
+    paged_batch: AttentionBatch,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the new keys and values, then let every sequence attend to its own tokens, causally.
 
     Args:
-        module: the attention module; its `layer_idx` picks the layer's tensor and group.
+        module: the attention module; its `layer_idx` is the layer.
         query: shape [1, num_heads, total_tokens, head_size].
         key: shape [1, num_kv_heads, total_tokens, head_size], rotated.
         value: as `key`.
@@ -88,21 +131,7 @@ def paged_attention(
         shape [1, total_tokens, num_heads, head_size], and no attention weights.
     """
     layer_index = int(module.layer_idx)  # type: ignore[arg-type]
-    layer = paged_batch.layers[layer_index]
-    group = paged_batch.group_of_layer[layer_index]
-    slots = (group.slot_blocks, group.slot_offsets)
-    # All writes come first: a sequence may share blocks that another one fills in this very pass.
-    layer[0].index_put_(slots, key[0].transpose(0, 1))
-    layer[1].index_put_(slots, value[0].transpose(0, 1))
-    output = torch.empty_like(query)
-    for span in group.sequences:
-        part = slice(span.first_query, span.first_query + span.num_queries)
-        if span.num_queries == span.context_tokens:
-            seen = (key[:, :, part], value[:, :, part])
-        else:
-            seen = _read(layer, span)
-        output[:, :, part] = _attend(query[:, :, part], *seen, span.mask, scaling)
-    return output.transpose(1, 2), None
+    return paged_batch.attend(layer_index, query, key, value, scaling), None
 
 
 def visible_from(start_position: int, window: int | None) -> int:

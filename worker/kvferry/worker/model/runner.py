@@ -56,7 +56,7 @@ class ModelRunner:
     def __init__(
         self, loaded: LoadedModel, layers: Sequence[torch.Tensor], block_tokens: int
     ) -> None:
-        _require_fitting(loaded, layers, block_tokens)
+        require_fitting(loaded, layers, block_tokens)
         self._loaded = loaded
         self._layers = layers
         self._block_tokens = block_tokens
@@ -81,15 +81,8 @@ class ModelRunner:
             TokenError: a token id outside the vocabulary.
             PromptTooLongError: positions beyond the model's limit.
         """
-        if not batch:
-            raise BadInputError("a forward pass needs at least one slice", given=0, allowed=">= 1")
-        for piece in batch:
-            self._require_runnable(piece)
-        token_ids = self._tensor([token for piece in batch for token in piece.token_ids])
-        self._require_tokens(token_ids)
-        positions = torch.cat(
-            [torch.arange(p.start_position, p.end_position, device=self._device) for p in batch]
-        )
+        token_ids = self._tensor(flat_tokens(self._loaded, batch))
+        positions = self._tensor(flat_positions(batch))
         last_tokens = np.cumsum([len(piece.token_ids) for piece in batch]) - 1
         output = self._loaded.model(
             input_ids=token_ids.unsqueeze(0),
@@ -141,7 +134,13 @@ class ModelRunner:
             first_visible = visible_from(piece.start_position, self._windows[group_id])
             skipped_blocks, first_slot = divmod(first_visible, block_tokens)
             skipped_tokens = skipped_blocks * block_tokens
-            used = self._used_blocks(piece, group_id, skipped_blocks)
+            used = used_blocks(
+                piece,
+                group_id,
+                range(skipped_blocks, -(-piece.end_position // block_tokens)),
+                covered_tokens=block_tokens,
+                num_blocks=self._num_blocks,
+            )
             start, end = piece.start_position - skipped_tokens, piece.end_position - skipped_tokens
             piece_slots.append(slots(used, start, end, block_tokens))
             spans.append(
@@ -162,63 +161,100 @@ class ModelRunner:
             sequences=tuple(spans),
         )
 
-    def _used_blocks(
-        self, piece: SequenceSlice, group_id: int, skipped_blocks: int
-    ) -> npt.NDArray[np.int64]:
-        """Return the blocks that a slice reads or writes in a group, in their order."""
-        table = piece.block_tables[group_id]
-        num_blocks = -(-piece.end_position // self._block_tokens)
-        if len(table) < num_blocks:
-            raise BadInputError(
-                f"the block table of group {group_id} is too short for the slice",
-                given=f"{piece.end_position} tokens",
-                allowed=f"up to {len(table) * self._block_tokens} in {len(table)} blocks",
-            )
-        used = np.array(table[skipped_blocks:num_blocks], dtype=np.int64)
-        if used.min() < 0 or used.max() >= self._num_blocks:
-            raise BadInputError(
-                f"the block table of group {group_id} names a block that is not there",
-                given=used.tolist(),
-                allowed=f"0 to {self._num_blocks - 1}",
-            )
-        return used
-
     def _tensor(self, values: npt.ArrayLike) -> torch.Tensor:
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._device)
 
-    def _require_tokens(self, token_ids: torch.Tensor) -> None:
-        smallest, largest = int(token_ids.min()), int(token_ids.max())
-        if smallest < 0 or largest >= self._loaded.vocab_size:
-            raise TokenError(
-                "token id outside the model's vocabulary",
-                given=smallest if smallest < 0 else largest,
-                allowed=f"0 to {self._loaded.vocab_size - 1}",
-            )
 
-    def _require_runnable(self, piece: SequenceSlice) -> None:
-        if not piece.token_ids or piece.start_position < 0:
-            raise BadInputError(
-                "a slice needs tokens and a position to put them at",
-                given={"tokens": len(piece.token_ids), "start_position": piece.start_position},
-                allowed={"tokens": ">= 1", "start_position": ">= 0"},
-            )
-        if piece.end_position > self._loaded.max_model_len:
-            raise PromptTooLongError(
-                "more tokens than the model has positions for",
-                given=piece.end_position,
-                allowed=f"up to {self._loaded.max_model_len}",
-            )
-        if len(piece.block_tables) != len(self._windows):
-            raise BadInputError(
-                "one block table per group is needed",
-                given=len(piece.block_tables),
-                allowed=len(self._windows),
-            )
+def flat_tokens(loaded: LoadedModel, batch: Sequence[SequenceSlice]) -> npt.NDArray[np.int64]:
+    """Return the tokens of all slices, end to end, if the model can compute them.
+
+    Raises:
+        BadInputError: no slice, an empty one, or not one block table per group.
+        TokenError: a token id outside the vocabulary.
+        PromptTooLongError: positions beyond the model's limit.
+    """
+    if not batch:
+        raise BadInputError("a forward pass needs at least one slice", given=0, allowed=">= 1")
+    for piece in batch:
+        _require_runnable(loaded, piece)
+    token_ids = np.array([token for piece in batch for token in piece.token_ids], dtype=np.int64)
+    smallest, largest = int(token_ids.min()), int(token_ids.max())
+    if smallest < 0 or largest >= loaded.vocab_size:
+        raise TokenError(
+            "token id outside the model's vocabulary",
+            given=smallest if smallest < 0 else largest,
+            allowed=f"0 to {loaded.vocab_size - 1}",
+        )
+    return token_ids
 
 
-def _require_fitting(
-    loaded: LoadedModel, layers: Sequence[torch.Tensor], block_tokens: int
-) -> None:
+def flat_positions(batch: Sequence[SequenceSlice]) -> npt.NDArray[np.int64]:
+    """Return the positions of all slices, end to end."""
+    return np.concatenate(
+        [np.arange(p.start_position, p.end_position, dtype=np.int64) for p in batch]
+    )
+
+
+def used_blocks(
+    piece: SequenceSlice, group_id: int, used: range, *, covered_tokens: int, num_blocks: int
+) -> npt.NDArray[np.int64]:
+    """Return the block ids that a slice reads or writes in a group, in their order.
+
+    Args:
+        piece: the slice.
+        group_id: the group.
+        used: which places of the group's block table; up to the end of the slice.
+        covered_tokens: positions of a sequence that a block id covers.
+        num_blocks: number of block ids there are.
+
+    Raises:
+        BadInputError: the table is too short, or names a block that is not there.
+    """
+    table = piece.block_tables[group_id]
+    if len(table) < used.stop:
+        raise BadInputError(
+            f"the block table of group {group_id} is too short for the slice",
+            given=f"{piece.end_position} tokens",
+            allowed=f"up to {len(table) * covered_tokens} in {len(table)} blocks",
+        )
+    block_ids = np.array(table[used.start : used.stop], dtype=np.int64)
+    if block_ids.min() < 0 or block_ids.max() >= num_blocks:
+        raise BadInputError(
+            f"the block table of group {group_id} names a block that is not there",
+            given=block_ids.tolist(),
+            allowed=f"0 to {num_blocks - 1}",
+        )
+    return block_ids
+
+
+def _require_runnable(loaded: LoadedModel, piece: SequenceSlice) -> None:
+    if not piece.token_ids or piece.start_position < 0:
+        raise BadInputError(
+            "a slice needs tokens and a position to put them at",
+            given={"tokens": len(piece.token_ids), "start_position": piece.start_position},
+            allowed={"tokens": ">= 1", "start_position": ">= 0"},
+        )
+    if piece.end_position > loaded.max_model_len:
+        raise PromptTooLongError(
+            "more tokens than the model has positions for",
+            given=piece.end_position,
+            allowed=f"up to {loaded.max_model_len}",
+        )
+    num_groups = len(loaded.identity.groups)
+    if len(piece.block_tables) != num_groups:
+        raise BadInputError(
+            "one block table per group is needed",
+            given=len(piece.block_tables),
+            allowed=num_groups,
+        )
+
+
+def require_fitting(loaded: LoadedModel, layers: Sequence[torch.Tensor], block_tokens: int) -> None:
+    """Refuse KV tensors that do not fit the model.
+
+    Raises:
+        ConfigError: not one per layer, or another shape, dtype or device.
+    """
     if len(layers) != loaded.num_layers:
         raise ConfigError(
             "one KV tensor per layer is needed", given=len(layers), allowed=loaded.num_layers
