@@ -107,7 +107,11 @@ class _Rank:
             host=HOST,
             timeout_s=timeout_s,
         )
+        self._group = group
         self._runner = ShardedRunner(loaded, self._layers, group)
+
+    def leave(self) -> None:
+        self._group.close()
 
     def forward(self, batch: Sequence[SequenceSlice]) -> list[list[float]] | None:
         logits = self._runner.forward(batch)

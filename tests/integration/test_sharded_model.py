@@ -176,6 +176,16 @@ def test_a_rank_that_does_not_answer_ends_the_group_within_the_timeout_and_a_new
     assert_logits(reference, logits[0], [5, 6])
 
 
+def test_a_rank_that_leaves_ends_the_calls_of_the_others_long_before_their_timeout(
+    processes: list[RankProcess],
+) -> None:
+    layout = grid(block_tokens=BLOCK_TOKENS, pcp=2, dcp=2)
+    instance = Instance(processes, layout, timeout_s=30 * TIMEOUT_S)
+    processes[1].ask("leave")
+    assert processes[1].answer() is None
+    assert_named(ask_the_others(instance, absent=1))
+
+
 def test_a_killed_rank_gives_an_error_in_all_others(
     tiny_model: Path, processes: list[RankProcess]
 ) -> None:
