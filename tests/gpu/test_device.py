@@ -1,14 +1,17 @@
 import threading
 
+import numpy as np
 import pytest
 import torch
 from tests.builders import make_identity
 
 from kvferry.proto.ids import BlockId
+from kvferry.worker import reshard_io
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Place
 from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.reshard_io import Cells
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,6 +47,18 @@ def test_scattered_bytes_are_on_the_gpu_when_the_call_returns() -> None:
     scatter(gpu.groups[0], [Place(BlockId(5), 0, 3)], payload)
     assert gather(gpu.groups[0], [Place(BlockId(5), 0, 3)]) == payload
     assert not gpu.layers[0][:, 4].any()
+
+
+def test_cells_gathered_and_scattered_on_the_gpu_are_those_of_the_cpu_twin() -> None:
+    gpu, cpu = memory("cuda"), memory("cpu")
+    table = np.array([9, 2])
+    cells = Cells(layers=range(1, 3), heads=range(1, 2), tokens=np.arange(0, 32, 3))
+    payload = bytes(range(256)) * (len(cells.tokens) * 2 * 2 * 128 // 256)
+    for target in (gpu, cpu):
+        reshard_io.scatter(target.groups[0], table, cells, payload)
+        assert bytes(reshard_io.gather(target.groups[0], table, cells)) == payload
+    for on_gpu, on_cpu in zip(gpu.layers, cpu.layers, strict=True):
+        assert torch.equal(on_gpu.cpu().view(torch.uint8), on_cpu.view(torch.uint8))
 
 
 def test_a_copy_sees_what_was_queued_on_the_default_stream_before_it() -> None:

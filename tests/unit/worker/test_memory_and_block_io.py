@@ -104,7 +104,7 @@ def test_a_place_outside_the_memory_is_refused(place: tuple[int, int, int]) -> N
 @pytest.mark.parametrize("name", ["num_blocks", "block_tokens"])
 def test_a_size_that_is_not_positive_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be a positive integer; given: 0"):
-        KvMemory(open_device("cpu"), IDENTITY, **{"num_blocks": 5, "block_tokens": 4, name: 0})
+        memory(IDENTITY, **{name: 0})
 
 
 def test_an_unknown_dtype_is_refused_with_those_that_work() -> None:

@@ -3,14 +3,14 @@
 The CUDA half has not run on a GPU yet; `tests/gpu/test_device.py` exercises it where there is one.
 The CPU twin is what every other test runs on.
 
-Pieces are one-dimensional contiguous runs of bytes, taken from what `as_bytes` returned by plain
-indexing. A call moves a whole list of them with one wait at the end, because a wait per piece would
-dominate.
+Pieces are contiguous runs of bytes, taken from what `as_bytes` returned by plain indexing. A call
+moves a whole list of them with one wait at the end, because a wait per piece would dominate.
 """
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +21,8 @@ from kvferry.proto.errors import ConfigError
 from kvferry.worker import host_memory
 
 HostBytes = npt.NDArray[np.uint8]
+
+Rows = npt.NDArray[np.int64]
 
 DeviceBytes = torch.Tensor | HostBytes
 """Bytes on a device: an array on the CPU (indexing it is ten times cheaper), a tensor on a GPU."""
@@ -57,6 +59,16 @@ class Device(Protocol):
 
     def from_host(self, pieces: Sequence[DeviceBytes], sources: Sequence[HostBytes]) -> None:
         """Overwrite each piece with the source of its length, complete when the call returns."""
+
+    def read_rows(self, pieces: Sequence[DeviceBytes], rows: Rows, out: HostBytes) -> None:
+        """Copy the same rows of each piece to `out` [pieces, rows, row_bytes], in host memory.
+
+        Each piece counts as rows of `row_bytes` bytes, of which it has a whole number. `rows` int64
+        [rows] are numbers of rows that each piece has. Complete when the call returns.
+        """
+
+    def write_rows(self, pieces: Sequence[DeviceBytes], rows: Rows, source: HostBytes) -> None:
+        """Overwrite the rows of each piece with `source`, the reverse of `read_rows`."""
 
 
 def gpus_per_process(name: str) -> int:
@@ -115,6 +127,27 @@ class CpuDevice:
         for piece, source in zip(pieces, sources, strict=True):
             np.copyto(np.asarray(piece), source)
 
+    def read_rows(self, pieces: Sequence[DeviceBytes], rows: Rows, out: HostBytes) -> None:
+        """Copy the same rows of each piece to `out` [pieces, rows, row_bytes]."""
+        for piece, taken in zip(pieces, _as_items(out), strict=True):
+            # Without a mode numpy would copy everything once more, through a buffer.
+            np.take(_items(piece, out.shape[2]), rows, out=taken, mode="clip")
+
+    def write_rows(self, pieces: Sequence[DeviceBytes], rows: Rows, source: HostBytes) -> None:
+        """Overwrite the rows of each piece with `source` [pieces, rows, row_bytes]."""
+        for piece, given in zip(pieces, _as_items(source), strict=True):
+            _items(piece, source.shape[2])[rows] = given
+
+
+def _items(piece: DeviceBytes, row_bytes: int) -> npt.NDArray[np.void]:
+    """Return contiguous host memory as items of a row each, which numpy copies as one."""
+    return np.asarray(piece).reshape(-1).view(f"V{row_bytes}")
+
+
+def _as_items(array: HostBytes) -> npt.NDArray[np.void]:
+    """Return contiguous [pieces, rows, row_bytes] as [pieces, rows] items."""
+    return array.view(f"V{array.shape[2]}")[..., 0]
+
 
 class CudaDevice:
     """One GPU. Copies go through pinned memory on a stream of their own (not run on a GPU yet)."""
@@ -167,13 +200,41 @@ class CudaDevice:
             tensor.numpy()[:] = source
         self._copy(zip(tensors, staged, strict=True))
 
+    def read_rows(self, pieces: Sequence[DeviceBytes], rows: Rows, out: HostBytes) -> None:
+        """Collect the rows on the GPU and copy them over this thread's pinned buffer to `out`."""
+        staged = self._staging([out[0].size] * len(pieces))
+        with self._after_queued_work():
+            chosen = torch.from_numpy(rows).to(self._device)
+            for piece, target in zip(pieces, staged, strict=True):
+                taken = torch.as_tensor(piece).view(-1, out.shape[2]).index_select(0, chosen)
+                target.copy_(taken.view(-1), non_blocking=True)
+        for target, taken_bytes in zip(staged, out.reshape(len(pieces), -1), strict=True):
+            taken_bytes[:] = target.numpy()
+
+    def write_rows(self, pieces: Sequence[DeviceBytes], rows: Rows, source: HostBytes) -> None:
+        """Copy the source over this thread's pinned buffer and spread the rows on the GPU."""
+        staged = self._staging([source[0].size] * len(pieces))
+        for target, given in zip(staged, source.reshape(len(pieces), -1), strict=True):
+            target.numpy()[:] = given
+        with self._after_queued_work():
+            chosen = torch.from_numpy(rows).to(self._device)
+            for piece, ready in zip(pieces, staged, strict=True):
+                moved = ready.to(self._device, non_blocking=True).view(-1, source.shape[2])
+                torch.as_tensor(piece).view(-1, source.shape[2]).index_copy_(0, chosen, moved)
+
     def _copy(self, pairs: "zip[tuple[torch.Tensor, torch.Tensor]]") -> None:
+        with self._after_queued_work():
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+
+    @contextmanager
+    def _after_queued_work(self) -> Iterator[None]:
+        """Queue what the body does on the stream for copies, and wait for it at the end."""
         # The model computes on the default stream: what it has queued on these blocks comes first.
         self._copy_stream.wait_stream(torch.cuda.default_stream(self._device))
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._copy_stream):
-            for destination, source in pairs:
-                destination.copy_(source, non_blocking=True)
+            yield
             done.record(self._copy_stream)
         done.synchronize()
 

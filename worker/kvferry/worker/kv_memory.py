@@ -1,6 +1,7 @@
 """The KV tensors of one rank: raw allocations that groups of layers share, viewed as blocks."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import GroupId
+from kvferry.proto.placement import Holding
 from kvferry.worker.device import Device, DeviceBytes
 from kvferry.worker.frames import Geometry
 
@@ -49,12 +51,15 @@ def require_pages(identity: Identity) -> torch.dtype:
 class GroupMemory:
     """The memory as the blocks of one group of layers: what is read, written and sent.
 
-    `byte_layers[k]` is the memory of the group's k-th layer as the device's bytes, of shape
+    `layers` (counted within the group) and `heads` are those that lie here, of all the model has.
+    `byte_layers[k]` is the memory of layer `layers[k]` as the device's bytes, of shape
     [2 (K, V), num_blocks, page_bytes / 2].
     """
 
     device: Device
     num_blocks: int
+    layers: range
+    heads: range
     geometry: Geometry
     byte_layers: tuple[DeviceBytes, ...]
 
@@ -65,7 +70,7 @@ class KvMemory:
     There are as many raw allocations as the largest group has layers; allocation k is shared by the
     k-th layer of every group. A block id is a block of one group at a time, so nothing overlaps.
 
-    `layers[i]` is layer i's tensor of shape
+    `layers[i]` is the tensor of the i-th layer that lies here, of shape
     [2 (K, V), num_blocks, block_tokens, num_kv_heads, head_size]; slot s of the slot mapping is
     token `s % block_tokens` of block `s // block_tokens`. `groups[g]` is the same memory as the
     blocks of group g.
@@ -75,14 +80,22 @@ class KvMemory:
         identity: what the blocks hold: layers, groups, heads, dtype.
         num_blocks: number of block ids, shared by all groups.
         block_tokens: tokens of a block, of every group.
+        held: what this rank holds of each group, one after the other; empty where one rank holds
+            every layer and head.
 
     Raises:
         ConfigError: a size that is not a positive integer, an unknown dtype, a page too large to
-            be sent, a group without layers or of a kind that keeps no keys and values.
+            be sent, a group without layers here or of a kind that keeps no keys and values.
     """
 
     def __init__(
-        self, device: Device, identity: Identity, *, num_blocks: int, block_tokens: int
+        self,
+        device: Device,
+        identity: Identity,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        held: Sequence[Holding] = (),
     ) -> None:
         for name, size in (("num_blocks", num_blocks), ("block_tokens", block_tokens)):
             if type(size) is not int or size < 1:
@@ -90,37 +103,40 @@ class KvMemory:
         kv_dtype = require_pages(identity)
         self.identity = identity
         self.num_blocks = num_blocks
-        block_shape = (block_tokens, identity.num_kv_heads, identity.head_size)
+        held = held or _everything(identity)
+        block_shape = (block_tokens, len(held[0].heads), identity.head_size)
         half_page_bytes = math.prod(block_shape) * kv_dtype.itemsize
         geometries = [
             Geometry(
-                num_layers=len(group.layers),
+                num_layers=len(share.layers),
                 page_bytes=2 * half_page_bytes,
                 block_tokens=block_tokens,
             )
-            for group in identity.groups
+            for share in held
         ]
         tensors = [
             device.allocate(2 * num_blocks * half_page_bytes).view(2, num_blocks, half_page_bytes)
             for _ in range(max(geometry.num_layers for geometry in geometries))
         ]
         tensor_of_layer = {
-            layer: tensor
-            for group in identity.groups
-            for layer, tensor in zip(group.layers, tensors, strict=False)
+            group.layers[index]: tensor
+            for group, share in zip(identity.groups, held, strict=True)
+            for index, tensor in zip(share.layers, tensors, strict=False)
         }
         self.layers = [
             tensor_of_layer[layer].view(kv_dtype).view(2, num_blocks, *block_shape)
-            for layer in range(identity.num_layers)
+            for layer in sorted(tensor_of_layer)
         ]
         self.groups = tuple(
             GroupMemory(
                 device=device,
                 num_blocks=num_blocks,
+                layers=share.layers,
+                heads=share.heads,
                 geometry=geometry,
                 byte_layers=tuple(map(device.as_bytes, tensors[: geometry.num_layers])),
             )
-            for geometry in geometries
+            for share, geometry in zip(held, geometries, strict=True)
         )
 
     def group(self, group_id: GroupId) -> GroupMemory:
@@ -136,3 +152,16 @@ class KvMemory:
                 allowed=list(range(len(self.groups))),
             )
         return self.groups[group_id]
+
+
+def _everything(identity: Identity) -> list[Holding]:
+    """Return what the only rank of an instance holds of each group."""
+    return [
+        Holding(
+            rank=0,
+            layers=range(len(group.layers)),
+            heads=range(identity.num_kv_heads),
+            token_shard=0,
+        )
+        for group in identity.groups
+    ]

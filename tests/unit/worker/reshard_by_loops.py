@@ -1,0 +1,104 @@
+"""What gathering and scattering by plan must do, by loops over every layer, token and head."""
+
+from collections.abc import Iterator
+from itertools import product
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+from tests.builders import make_identity
+from tests.unit.proto.reshard_reference import parts_of_ranks
+
+from kvferry.proto.layout import Layout
+from kvferry.proto.placement import KvShape, holdings
+from kvferry.worker.device import open_device
+from kvferry.worker.kv_memory import GroupMemory, KvMemory
+from kvferry.worker.reshard_io import BlockTable, Cells
+
+Dense = npt.NDArray[np.uint8]
+"""Bytes; those of a whole sequence are [layers, 2, tokens, heads, head_bytes]."""
+
+
+def rank_memories(layout: Layout, shape: KvShape, num_blocks: int) -> dict[int, GroupMemory]:
+    """The zeroed memory of each rank that holds layers of the group."""
+    identity = make_identity(
+        num_layers=len(shape.layers),
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        kv_dtype=shape.dtype,
+    )
+    return {
+        held.rank: KvMemory(
+            open_device("cpu"),
+            identity,
+            num_blocks=num_blocks,
+            block_tokens=layout.block_tokens,
+            held=[held],
+        ).groups[0]
+        for held in holdings(layout, shape)
+        if held.layers
+    }
+
+
+def random_table(random: Random, layout: Layout, num_tokens: int) -> BlockTable:
+    """Blocks for so many tokens of the sequence, in any order."""
+    count = -(-num_tokens // layout.virtual_block_tokens)
+    return np.array(random.sample(range(1, count + 3), count), dtype=np.int64)
+
+
+def fill(
+    memories: dict[int, GroupMemory],
+    layout: Layout,
+    shape: KvShape,
+    table: BlockTable,
+    *,
+    dense: Dense,
+    positions: range,
+) -> None:
+    """Write the positions of the sequence wherever the rules of docs/layouts.md put them."""
+    parts = parts_of_ranks(layout, shape)
+    num_shards = 1 + max(shard for _, _, shard in parts)
+    for rank, memory in memories.items():
+        layers, heads, shard = parts[rank]
+        for position in positions:
+            number, within = divmod(position, layout.block_tokens * num_shards)
+            if within // layout.interleave % num_shards != shard:
+                continue
+            token = within // (num_shards * layout.interleave) * layout.interleave
+            token += within % layout.interleave
+            for layer, side, head in product(layers, (0, 1), heads):
+                blocks = _blocks_of(memory, layer, side)
+                cell = blocks[table[number], token, head - heads.start]
+                cell[:] = dense[layer, side, position, head]
+
+
+def gather_by_loops(memory: GroupMemory, table: BlockTable, cells: Cells) -> bytes:
+    return b"".join(cell.tobytes() for cell in _cells_in_order(memory, table, cells))
+
+
+def scatter_by_loops(memory: GroupMemory, table: BlockTable, cells: Cells, payload: bytes) -> None:
+    left = np.frombuffer(payload, dtype=np.uint8)
+    for cell in _cells_in_order(memory, table, cells):
+        cell[:], left = left[: len(cell)], left[len(cell) :]
+    assert not len(left)
+
+
+def bytes_of(memory: GroupMemory) -> list[bytes]:
+    return [np.asarray(layer).tobytes() for layer in memory.byte_layers]
+
+
+def _cells_in_order(memory: GroupMemory, table: BlockTable, cells: Cells) -> Iterator[Dense]:
+    for layer, side, local, head in product(
+        cells.layers, (0, 1), cells.tokens.tolist(), cells.heads
+    ):
+        number, token = divmod(local, memory.geometry.block_tokens)
+        blocks = _blocks_of(memory, layer, side)
+        yield blocks[table[number], token, head - memory.heads.start]
+
+
+def _blocks_of(memory: GroupMemory, layer: int, side: int) -> Dense:
+    """One side of one layer as [num_blocks, block_tokens, heads, head_bytes]."""
+    half = np.asarray(memory.byte_layers[layer - memory.layers.start], dtype=np.uint8)[side]
+    sizes = (memory.num_blocks, memory.geometry.block_tokens, len(memory.heads), -1)
+    blocks: Dense = half.reshape(sizes)
+    return blocks
