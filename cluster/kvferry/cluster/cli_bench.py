@@ -11,7 +11,6 @@ from rich.console import Console
 
 from kvferry.cluster import ray_environment
 from kvferry.cluster.bench.report import print_table, to_json
-from kvferry.cluster.bench.reshard import bench_reshard
 from kvferry.cluster.bench.rows import Row
 from kvferry.cluster.progress import stderr_progress
 from kvferry.proto.errors import ConfigError
@@ -65,6 +64,9 @@ def core(*, seconds: Seconds = 1.0, vllm_python: VllmPython = None, as_json: AsJ
 def reshard(*, seconds: Seconds = 1.0, as_json: AsJson = False) -> int:
     """Measure moving cached tokens from one layout to another."""
     _require_positive(seconds)
+    # Only now what imports torch, likewise.
+    from kvferry.cluster.bench.reshard import bench_reshard
+
     machine, rows = bench_reshard(seconds=seconds, progress=stderr_progress())
     return _show(machine, rows, as_json=as_json)
 

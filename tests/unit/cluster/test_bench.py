@@ -13,6 +13,7 @@ from rich.console import Console
 from kvferry.cluster.bench.core_adapter import KvferryManager
 from kvferry.cluster.bench.hash_rows import hash_rows
 from kvferry.cluster.bench.index_rows import ingest_rows, locate_rows
+from kvferry.cluster.bench.move_rows import move_rows
 from kvferry.cluster.bench.plan_rows import plan_rows
 from kvferry.cluster.bench.pool_operations import BLOCK_TOKENS, PoolOperations
 from kvferry.cluster.bench.report import describe_machine, print_table, to_json
@@ -97,6 +98,17 @@ def test_the_plan_that_others_look_for_has_its_row() -> None:
     (row,) = plan_rows(0.0)
     assert (row.name, row.unit, row.baseline, row.better) == ("plan_131072", "ms", None, "lower")
     assert row.value > 0
+
+
+def test_gathering_and_scattering_have_the_rows_that_others_look_for() -> None:
+    rows = list(move_rows(0.0))
+    assert [(row.name, row.unit, row.baseline, row.better) for row in rows] == [
+        ("gather_aligned", "GB/s", "memcpy", "higher"),
+        ("scatter_aligned", "GB/s", "memcpy", "higher"),
+        ("gather_interleave1", "GB/s", "memcpy", "higher"),
+        ("scatter_interleave1", "GB/s", "memcpy", "higher"),
+    ]
+    assert all(row.value > 0 for row in rows)
 
 
 def test_requests_of_the_pool_are_granted_freed_and_found_whole() -> None:

@@ -22,8 +22,9 @@ Work = Callable[[], float]
 class Row:
     """One figure.
 
-    `unit`: ns (per block or call), B (per block), 1/s. `ratio` is `value / baseline_value`, the
-    median over pairs. Without a baseline, `baseline`, `baseline_value` and `ratio` are None.
+    `unit`: ns (per block or call), ms, B (per block), GB/s, 1/s. `ratio` is
+    `value / baseline_value`, the median over pairs. Without a baseline, `baseline`,
+    `baseline_value` and `ratio` are None.
     """
 
     name: str
@@ -40,9 +41,14 @@ class Row:
 
 
 def row_of_pairs(
-    name: str, pairs: Sequence[tuple[float, float]], baseline: str, *, unit: str
+    name: str,
+    pairs: Sequence[tuple[float, float]],
+    baseline: str,
+    *,
+    unit: str,
+    better: Better = "lower",
 ) -> Row:
-    """Return the row of `(value, baseline value)` pairs of a figure that is better when lower."""
+    """Return the row of `(value, baseline value)` pairs."""
     return Row(
         name=name,
         unit=unit,
@@ -50,16 +56,23 @@ def row_of_pairs(
         baseline=baseline,
         baseline_value=statistics.median(other for _, other in pairs),
         ratio=statistics.median(mine / other for mine, other in pairs),
-        better="lower",
+        better=better,
     )
 
 
 def measure_pairs(
-    name: str, ours: Work, baseline: str, theirs: Work, *, unit: str, seconds: float
+    name: str,
+    ours: Work,
+    baseline: str,
+    theirs: Work,
+    *,
+    unit: str,
+    seconds: float,
+    better: Better = "lower",
 ) -> Row:
     """Return the row of two works that are done in turn for `seconds`, or `MIN_PAIRS` times."""
     pairs = [(ours(), theirs()) for _ in rounds(seconds)]
-    return row_of_pairs(name, pairs, baseline, unit=unit)
+    return row_of_pairs(name, pairs, baseline, unit=unit, better=better)
 
 
 def measure_alone(name: str, ours: Work, *, unit: str, better: Better, seconds: float) -> Row:
