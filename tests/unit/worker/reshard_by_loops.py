@@ -9,6 +9,7 @@ import numpy.typing as npt
 from tests.builders import make_identity
 from tests.unit.proto.reshard_reference import parts_of_ranks
 
+from kvferry.proto.identity import Identity
 from kvferry.proto.layout import Layout
 from kvferry.proto.placement import KvShape, holdings
 from kvferry.worker.device import open_device
@@ -19,22 +20,32 @@ Dense = npt.NDArray[np.uint8]
 """Bytes; those of a whole sequence are [layers, 2, tokens, heads, head_bytes]."""
 
 
-def rank_memories(layout: Layout, shape: KvShape, num_blocks: int) -> dict[int, GroupMemory]:
-    """The zeroed memory of each rank that holds layers of the group."""
-    identity = make_identity(
+def identity_of(shape: KvShape) -> Identity:
+    """An identity whose only group has the layers of the shape's group."""
+    return make_identity(
         num_layers=len(shape.layers),
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
         kv_dtype=shape.dtype,
     )
+
+
+def rank_memories(layout: Layout, shape: KvShape, num_blocks: int) -> dict[int, GroupMemory]:
+    """The zeroed memory of each rank that holds layers of the group."""
+    memories = kv_memories(layout, shape, num_blocks)
+    return {rank: memory.groups[0] for rank, memory in memories.items()}
+
+
+def kv_memories(layout: Layout, shape: KvShape, num_blocks: int) -> dict[int, KvMemory]:
+    """The same, with one group each."""
     return {
         held.rank: KvMemory(
             open_device("cpu"),
-            identity,
+            identity_of(shape),
             num_blocks=num_blocks,
             block_tokens=layout.block_tokens,
             held=[held],
-        ).groups[0]
+        )
         for held in holdings(layout, shape)
         if held.layers
     }

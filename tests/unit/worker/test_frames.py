@@ -61,6 +61,17 @@ def test_every_page_is_sent_once_in_order_and_frames_keep_the_limit(
     assert pages == [(block, layer) for block in range(num_blocks) for layer in range(num_layers)]
 
 
+@pytest.mark.parametrize("max_frame_bytes", [1000, 250])
+def test_the_last_block_may_have_smaller_pages(max_frame_bytes: int) -> None:
+    frames = list(plan_frames(2, geometry(3, 100), max_frame_bytes, last_page_bytes=10))
+    by_block: list[list[int]] = [[], []]
+    for segments in frames:
+        assert [part.offset for part in segments] == [300 * i for i in range(len(segments))]
+        for part in segments:
+            by_block[part.hash_index].append(part.length)
+    assert by_block == ([[300], [30]] if max_frame_bytes == 1000 else [[200, 100], [20, 10]])
+
+
 def test_a_page_over_32_mib_is_refused_with_its_size() -> None:
     assert geometry(1, MAX_PAGE_BYTES).block_bytes == 32 << 20
     with pytest.raises(ConfigError, match="page_bytes=33554433; allowed: at most 33554432 bytes"):

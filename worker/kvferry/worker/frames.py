@@ -52,7 +52,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Layers [layer_start, layer_end) of one block, at [offset, offset + length) of a payload."""
+    """Layers [layer_start, layer_end) of one block, at [offset, offset + length) of a payload.
+
+    Of a selection, blocks are its chunks and layers are counted from its first one.
+    """
 
     hash_index: int
     layer_start: int
@@ -88,11 +91,16 @@ def places_of(segments: Sequence[Segment], block_ids: Sequence[BlockId]) -> list
 
 
 def plan_frames(
-    num_blocks: int, geometry: Geometry, max_frame_bytes: int = DEFAULT_FRAME_BYTES
+    num_blocks: int,
+    geometry: Geometry,
+    max_frame_bytes: int = DEFAULT_FRAME_BYTES,
+    *,
+    last_page_bytes: int | None = None,
 ) -> Iterator[tuple[Segment, ...]]:
     """Yield the segments of each frame that together carry blocks [0, num_blocks) once, in order.
 
-    A frame holds at most `max_frame_bytes`, unless one page is larger.
+    A frame holds at most `max_frame_bytes`, unless one page is larger. `last_page_bytes` is the
+    page of the last block where it is smaller than that of the others.
 
     Raises:
         BadInputError: `max_frame_bytes` is outside 1 to `MAX_PAGE_BYTES`.
@@ -103,41 +111,45 @@ def plan_frames(
             given=max_frame_bytes,
             allowed=f"1 to {MAX_PAGE_BYTES} bytes",
         )
+    page_bytes = [geometry.page_bytes] * num_blocks
+    if num_blocks and last_page_bytes is not None:
+        page_bytes[-1] = last_page_bytes
     if geometry.block_bytes <= max_frame_bytes:
-        return _several_blocks_each(num_blocks, geometry, max_frame_bytes // geometry.block_bytes)
-    return _some_layers_each(num_blocks, geometry, max(1, max_frame_bytes // geometry.page_bytes))
+        blocks_per_frame = max_frame_bytes // geometry.block_bytes
+        return _several_blocks_each(page_bytes, geometry, blocks_per_frame)
+    layers_per_frame = max(1, max_frame_bytes // geometry.page_bytes)
+    return _some_layers_each(page_bytes, geometry.num_layers, layers_per_frame)
 
 
 def _several_blocks_each(
-    num_blocks: int, geometry: Geometry, blocks_per_frame: int
+    page_bytes: Sequence[int], geometry: Geometry, blocks_per_frame: int
 ) -> Iterator[tuple[Segment, ...]]:
-    size = geometry.block_bytes
-    for first in range(0, num_blocks, blocks_per_frame):
-        end = min(first + blocks_per_frame, num_blocks)
+    for first in range(0, len(page_bytes), blocks_per_frame):
+        end = min(first + blocks_per_frame, len(page_bytes))
         yield tuple(
             Segment(
                 hash_index=index,
                 layer_start=0,
                 layer_end=geometry.num_layers,
-                offset=(index - first) * size,
-                length=size,
+                offset=(index - first) * geometry.block_bytes,
+                length=geometry.num_layers * page_bytes[index],
             )
             for index in range(first, end)
         )
 
 
 def _some_layers_each(
-    num_blocks: int, geometry: Geometry, layers_per_frame: int
+    page_bytes: Sequence[int], num_layers: int, layers_per_frame: int
 ) -> Iterator[tuple[Segment, ...]]:
-    for index in range(num_blocks):
-        for start in range(0, geometry.num_layers, layers_per_frame):
-            end = min(start + layers_per_frame, geometry.num_layers)
+    for index, size in enumerate(page_bytes):
+        for start in range(0, num_layers, layers_per_frame):
+            end = min(start + layers_per_frame, num_layers)
             yield (
                 Segment(
                     hash_index=index,
                     layer_start=start,
                     layer_end=end,
                     offset=0,
-                    length=(end - start) * geometry.page_bytes,
+                    length=(end - start) * size,
                 ),
             )

@@ -63,6 +63,11 @@ class GroupMemory:
     geometry: Geometry
     byte_layers: tuple[DeviceBytes, ...]
 
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head's keys (or values) of one token in one layer."""
+        return self.geometry.page_bytes // (2 * self.geometry.block_tokens * len(self.heads))
+
 
 class KvMemory:
     """KV memory of `num_blocks` blocks (the null block 0 included) on one device.

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId
+from kvferry.proto.reshard import Transfer
 from kvferry.worker.frames import Frame, Header
+from kvferry.worker.reshard_io import BlockTable
 from kvferry.worker.transfer_session import PullSession
 
 
@@ -29,6 +31,38 @@ class PullOutcome:
     """
 
     num_blocks_of_run: tuple[int, ...]
+    num_bytes: int
+    num_checksum_failures: int = 0
+    error: str | None = None
+    error_type: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRun:
+    """One transfer of a plan: the part of a source rank's blocks that a destination rank takes.
+
+    `hashes` are consecutive blocks of the source rank, the first of them after
+    `skipped_source_tokens` of its local tokens. `table` has the destination rank's blocks, the
+    first of them after `skipped_tokens` of its own.
+    """
+
+    group_id: GroupId
+    hashes: Sequence[BlockHash]
+    transfer: Transfer
+    table: BlockTable
+    skipped_source_tokens: int = 0
+    skipped_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartOutcome:
+    """How the pull of a transfer ended; its writer is closed.
+
+    `num_tokens`: so many of the transfer's first tokens are verified and in place, of
+    `transfer.num_tokens`. The rest is as in `PullOutcome`.
+    """
+
+    num_tokens: int
     num_bytes: int
     num_checksum_failures: int = 0
     error: str | None = None

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.proto.errors import BadInputError
+from kvferry.proto.ids import NULL_BLOCK
 from kvferry.proto.reshard import Transfer
 from kvferry.proto.token_runs import Positions
 from kvferry.worker.device import DeviceBytes
@@ -95,11 +96,36 @@ def _cells(transfer: Transfer, tokens: Positions, skipped_tokens: int) -> Cells:
     )
 
 
+def require_cells(memory: GroupMemory, table: BlockTable, cells: Cells) -> None:
+    """Refuse cells that do not lie in this memory or table.
+
+    Raises:
+        BadInputError: saying what does.
+    """
+    require_held(memory, cells)
+    _slots(memory, table, cells)
+
+
+def require_held(memory: GroupMemory, cells: Cells) -> None:
+    """Refuse layers or heads that do not lie in this memory.
+
+    Raises:
+        BadInputError: naming those that do.
+    """
+    for name, given, held in (
+        ("layers", cells.layers, memory.layers),
+        ("heads", cells.heads, memory.heads),
+    ):
+        if not held.start <= given.start < given.stop <= held.stop:
+            raise BadInputError(f"no such {name} here", given=str(given), allowed=str(held))
+
+
 def _places(
     memory: GroupMemory, table: BlockTable, cells: Cells
 ) -> tuple[list[DeviceBytes], Positions, int]:
     """Return K and V of each layer, the rows of each that are meant, and the bytes of a row."""
     block_tokens = memory.geometry.block_tokens
+    require_held(memory, cells)
     slots = _slots(memory, table, cells)
     first_head = cells.heads.start - memory.heads.start
     num_heads = len(memory.heads)
@@ -115,18 +141,11 @@ def _places(
         for layer in cells.layers
         for side in (0, 1)
     ]
-    head_bytes = memory.geometry.page_bytes // (2 * block_tokens * num_heads)
-    return pieces, rows, row_tokens * row_heads * head_bytes
+    return pieces, rows, row_tokens * row_heads * memory.head_bytes
 
 
 def _slots(memory: GroupMemory, table: BlockTable, cells: Cells) -> Positions:
-    """Return where in each piece the tokens lie, and refuse what does not lie in this memory."""
-    for name, given, held in (
-        ("layers", cells.layers, memory.layers),
-        ("heads", cells.heads, memory.heads),
-    ):
-        if not held.start <= given.start < given.stop <= held.stop:
-            raise BadInputError(f"no such {name} here", given=str(given), allowed=str(held))
+    """Return where in each piece the tokens lie, and refuse tokens that have no block."""
     block_tokens = memory.geometry.block_tokens
     tokens, num_tokens = cells.tokens, len(table) * block_tokens
     if not len(tokens) or not 0 <= tokens[0] <= tokens[-1] < num_tokens:
@@ -137,11 +156,11 @@ def _slots(memory: GroupMemory, table: BlockTable, cells: Cells) -> Positions:
         )
     block, token = np.divmod(tokens, block_tokens)
     block_ids = table[block]
-    if not 0 <= block_ids.min() <= block_ids.max() < memory.num_blocks:
+    if not NULL_BLOCK < block_ids.min() <= block_ids.max() < memory.num_blocks:
         raise BadInputError(
             "no such blocks here",
             given=f"{block_ids.min()} to {block_ids.max()}",
-            allowed=f"0 to {memory.num_blocks - 1}",
+            allowed=f"1 to {memory.num_blocks - 1}",
         )
     slots: Positions = block_ids * block_tokens + token
     return slots

@@ -15,12 +15,12 @@ from kvferry.proto.errors import (
 )
 from kvferry.proto.identity import identity_from_cbor, require_equal_identities
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, Incarnation, LeaseId, pack_group
-from kvferry.worker.block_io import gather, scatter
-from kvferry.worker.frames import DEFAULT_FRAME_BYTES, Frame, Header, plan_frames
+from kvferry.worker.block_io import scatter
+from kvferry.worker.frames import DEFAULT_FRAME_BYTES, Frame, Header
 from kvferry.worker.kv_memory import KvMemory
-from kvferry.worker.pull import BlockRun, PullOutcome
+from kvferry.worker.pull import BlockRun, PartOutcome, PartRun, PullOutcome
 from kvferry.worker.residency import Residency
-from kvferry.worker.source import find_prefix, read_frames
+from kvferry.worker.source import Served, ServedBlocks, ServedSelection, find_prefix, read_frames
 from kvferry.worker.stats import StatsCounter, WorkerStats
 from kvferry.worker.store_sink import Reserver, accept_blocks
 from kvferry.worker.transfer_client import TransferClient
@@ -130,6 +130,45 @@ class WorkerService:
             self._stats.add_error(outcome.error_type)
         return outcome
 
+    def pull_part(
+        self,
+        *,
+        source_address: str,
+        source_incarnation: Incarnation,
+        lease_id: LeaseId,
+        run: PartRun,
+        timeout_s: float,
+        cancel: threading.Event,
+    ) -> PartOutcome:
+        """Fetch one transfer of a plan from its source rank; blocks until it has ended.
+
+        A destination block is whole only when all transfers of the plan have arrived. So the caller
+        says `reused` of the blocks before the first one, and `written` after the last. When this
+        returns, it writes no more. Never raises for a peer's failure, as `pull`.
+
+        Raises:
+            BadInputError: a transfer that does not fit the memory or the block table, or no such
+                group.
+        """
+        outcome = self._client.pull_part(
+            source_address,
+            run,
+            identity=self.identity,
+            memory=self.memory,
+            lease_id=lease_id,
+            incarnation=source_incarnation,
+            timeout_s=timeout_s,
+            cancel=cancel,
+        )
+        self._stats.add(
+            num_pulls=1,
+            num_bytes_pulled=outcome.num_bytes,
+            num_checksum_failures=outcome.num_checksum_failures,
+        )
+        if outcome.error_type is not None:
+            self._stats.add_error(outcome.error_type)
+        return outcome
+
     def describe(self) -> WorkerDescription:
         """Say who this worker is."""
         return WorkerDescription(
@@ -146,11 +185,14 @@ class WorkerService:
     def open_fetch(self, ask: FetchAsk) -> Iterator[Header | Frame]:
         """Yield a header with the length of the resident prefix, then its frames.
 
+        With a selection, both count its chunks (`Chunks`) instead of blocks.
+
         Raises:
             IdentityMismatchError: another identity.
             StaleError: meant for another life of this worker.
             NotFoundError: a block left its place while it was read.
-            BadInputError: no such group, or a frame size out of range.
+            BadInputError: no such group, a frame size out of range, or a selection that does not
+                fit the asked blocks or this memory.
         """
         try:
             self._require_same(ask)
@@ -162,21 +204,20 @@ class WorkerService:
                 )
             group = self.memory.group(ask.group_id)
             residents = find_prefix(self.residency, ask.hashes, ask.group_id)
-            plan = plan_frames(
-                len(residents), group.geometry, ask.max_frame_bytes or DEFAULT_FRAME_BYTES
-            )
-            frames = read_frames(
-                plan,
-                read=partial(gather, group),
-                residency=self.residency,
-                hashes=ask.hashes,
-                residents=residents,
-            )
+            served: Served
+            if ask.selection is None:
+                served = ServedBlocks(group, self.residency, residents)
+            else:
+                served = ServedSelection(
+                    group, self.residency, residents, ask.selection, num_asked=len(ask.hashes)
+                )
+            max_frame_bytes = ask.max_frame_bytes or DEFAULT_FRAME_BYTES
+            frames = read_frames(served, ask.hashes, max_frame_bytes)
             self._stats.add(num_fetches=1)
             yield Header(
                 incarnation=self.incarnation,
-                num_found=len(residents),
-                geometry=group.geometry,
+                num_found=served.num_found,
+                geometry=served.geometry,
             )
             for frame in frames:
                 self._stats.add(num_bytes_served=len(frame.payload))

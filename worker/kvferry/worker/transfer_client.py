@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import grpc
@@ -11,13 +11,23 @@ from kvferry.proto.errors import DeadlineError, KvferryError, NotFoundError, Una
 from kvferry.proto.grpc_options import CHANNEL_OPTIONS
 from kvferry.proto.grpc_status import MAX_CALL_S
 from kvferry.proto.identity import Identity
-from kvferry.proto.ids import Incarnation, LeaseId
+from kvferry.proto.ids import GroupId, Incarnation, LeaseId
 from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.block_io import gather, scatter
+from kvferry.worker.chunks import Chunks
 from kvferry.worker.frames import Frame, Header, places_of, plan_frames
 from kvferry.worker.grpc_errors import error_of_call
 from kvferry.worker.kv_memory import KvMemory
-from kvferry.worker.pull import BlockRun, PullOutcome, receive, require_destinations
+from kvferry.worker.pull import (
+    BlockRun,
+    PartOutcome,
+    PartRun,
+    PullOutcome,
+    receive,
+    require_destinations,
+)
+from kvferry.worker.reshard_io import destination_cells, require_cells
+from kvferry.worker.selection import selection_of
 from kvferry.worker.source import make_frame
 from kvferry.worker.stall_watch import StallWatch
 from kvferry.worker.transfer_session import PullSession
@@ -98,9 +108,8 @@ class TransferClient:
             PullSession(len(run.hashes), memory.group(run.group_id).geometry) for run in runs
         ]
         end_s = time.monotonic() + timeout_s
-        error: str | None = None
-        error_type: str | None = None
-        try:
+
+        def pull_all() -> None:
             for run, session in zip(runs, sessions, strict=True):
                 if not run.hashes:
                     continue
@@ -116,14 +125,62 @@ class TransferClient:
                     raise DeadlineError("the deadline of a pull has passed", given=timeout_s)
                 with closing(self._messages(address, ask, left_s, cancel)) as messages:
                     _receive_run(messages, session, memory, run, address)
-        except _CancelledError:
-            error, error_type = "the pull was cancelled", "Cancelled"
-        except KvferryError as failure:
-            error, error_type = str(failure), type(failure).__name__
+
+        error, error_type = _error_of(pull_all)
         return PullOutcome(
             num_blocks_of_run=tuple(session.num_complete for session in sessions),
             num_bytes=sum(session.num_bytes for session in sessions),
             num_checksum_failures=sum(session.num_checksum_failures for session in sessions),
+            error=error,
+            error_type=error_type,
+        )
+
+    def pull_part(
+        self,
+        address: str,
+        run: PartRun,
+        *,
+        identity: Identity,
+        memory: KvMemory,
+        lease_id: LeaseId,
+        incarnation: Incarnation,
+        timeout_s: float,
+        cancel: threading.Event,
+    ) -> PartOutcome:
+        """Fetch one transfer of a plan; otherwise as `pull`.
+
+        Raises:
+            BadInputError: a transfer that does not fit the memory or the block table, begins before
+                the first hash, or is of a group that the memory does not have.
+        """
+        group, transfer = memory.group(run.group_id), run.transfer
+        cells = destination_cells(transfer, skipped_tokens=run.skipped_tokens)
+        require_cells(group, run.table, cells)
+        chunks = Chunks(group, run.table, cells)
+        session = PullSession(
+            chunks.num_chunks, chunks.geometry, last_page_bytes=chunks.last_page_bytes
+        )
+        ask = make_fetch_ask(
+            identity,
+            run.hashes,
+            group_id=run.group_id,
+            lease_id=lease_id,
+            incarnation=incarnation,
+            selection=selection_of(transfer, skipped_tokens=run.skipped_source_tokens),
+        )
+
+        def pull() -> None:
+            with closing(self._messages(address, ask, timeout_s, cancel)) as messages:
+                receive(
+                    messages, session, lambda frame: chunks.write(frame.segments, frame.payload)
+                )
+            _require_everything(session, run.group_id, address)
+
+        error, error_type = _error_of(pull)
+        return PartOutcome(
+            num_tokens=chunks.tokens_of(session.num_complete),
+            num_bytes=session.num_bytes,
+            num_checksum_failures=session.num_checksum_failures,
             error=error,
             error_type=error_type,
         )
@@ -241,9 +298,24 @@ def _receive_run(
         scatter(group, places_of(frame.segments, run.block_ids), frame.payload)
 
     receive(messages, session, place)
+    _require_everything(session, run.group_id, address)
+
+
+def _require_everything(session: PullSession, group_id: GroupId, address: str) -> None:
     if session.num_found < session.num_asked:
         raise NotFoundError(
-            f"{address} holds only the first blocks of group {run.group_id}",
+            f"{address} holds only the first blocks of group {group_id}",
             given=session.num_found,
             allowed=session.num_asked,
         )
+
+
+def _error_of(pull: Callable[[], None]) -> tuple[str | None, str | None]:
+    """Run a pull and return the error and its class's name, of a peer's failure or a cancel."""
+    try:
+        pull()
+    except _CancelledError:
+        return "the pull was cancelled", "Cancelled"
+    except KvferryError as failure:
+        return str(failure), type(failure).__name__
+    return None, None

@@ -13,13 +13,19 @@ from kvferry.worker.frames import Frame, Geometry, Header, Segment
 
 
 class PullSession:
-    """Expects blocks [0, num_asked), each with all layers of `geometry`, each page once."""
+    """Expects blocks [0, num_asked), each with all layers of `geometry`, each page once.
 
-    def __init__(self, num_asked: int, geometry: Geometry) -> None:
+    `last_page_bytes` is the page of the last block where it is smaller than that of the others.
+    """
+
+    def __init__(
+        self, num_asked: int, geometry: Geometry, *, last_page_bytes: int | None = None
+    ) -> None:
         self.num_asked = num_asked
         self.num_bytes = 0
         self.num_checksum_failures = 0
         self._geometry = geometry
+        self._last_page_bytes = geometry.page_bytes if last_page_bytes is None else last_page_bytes
         self._num_found: int | None = None
         self._all_layers = (1 << geometry.num_layers) - 1
         # Per block, bit i is set once layer i is in place.
@@ -127,7 +133,9 @@ class PullSession:
                 given=f"[{segment.layer_start}, {segment.layer_end})",
                 allowed=f"within [0, {self._geometry.num_layers})",
             )
-        length = (segment.layer_end - segment.layer_start) * self._geometry.page_bytes
+        is_last = segment.hash_index == self.num_asked - 1
+        page_bytes = self._last_page_bytes if is_last else self._geometry.page_bytes
+        length = (segment.layer_end - segment.layer_start) * page_bytes
         if segment.length != length:
             raise TransferError("a segment of a wrong length", given=segment.length, allowed=length)
         bits = _layer_bits(segment)

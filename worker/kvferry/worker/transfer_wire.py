@@ -8,6 +8,8 @@ from kvferry.proto.identity import Identity, identity_from_cbor, identity_to_cbo
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, GroupId, join_hashes, split_hashes
 from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker.frames import Frame, Geometry, Header, Segment
+from kvferry.worker.selection import Selection
+from kvferry.worker.selection_wire import selection_from_proto, selection_to_proto
 
 # Field number << 3 | 2 (a length follows).
 _TAG_FRAME = bytes([2 << 3 | 2])
@@ -16,7 +18,10 @@ _TAG_PAYLOAD = bytes([3 << 3 | 2])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchAsk:
-    """Which blocks are wanted. `incarnation` 0 means any; `max_frame_bytes` 0 the worker's own."""
+    """Which blocks are wanted. `incarnation` 0 means any; `max_frame_bytes` 0 the worker's own.
+
+    `selection` is the part of them that is wanted, None for all of each.
+    """
 
     identity_digest: bytes
     identity_cbor: bytes
@@ -25,6 +30,7 @@ class FetchAsk:
     lease_id: str = ""
     incarnation: int = 0
     max_frame_bytes: int = 0
+    selection: Selection | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +63,9 @@ def make_fetch_ask(
     lease_id: str = "",
     incarnation: int = 0,
     max_frame_bytes: int = 0,
+    selection: Selection | None = None,
 ) -> FetchAsk:
-    """Return the ask for the blocks of `hashes` under `identity`."""
+    """Return the ask for the blocks of `hashes` under `identity`, or for a part of them."""
     return FetchAsk(
         identity_digest=identity.digest(),
         identity_cbor=identity_to_cbor(identity),
@@ -67,6 +74,7 @@ def make_fetch_ask(
         lease_id=lease_id,
         incarnation=incarnation,
         max_frame_bytes=max_frame_bytes,
+        selection=selection,
     )
 
 
@@ -103,6 +111,7 @@ def fetch_ask_to_proto(ask: FetchAsk) -> transfer_pb2.FetchRequest:
         lease_id=ask.lease_id,
         incarnation=ask.incarnation,
         max_frame_bytes=ask.max_frame_bytes,
+        selection=None if ask.selection is None else selection_to_proto(ask.selection),
     )
 
 
@@ -120,6 +129,9 @@ def fetch_ask_from_proto(message: transfer_pb2.FetchRequest) -> FetchAsk:
         lease_id=message.lease_id,
         incarnation=message.incarnation,
         max_frame_bytes=message.max_frame_bytes,
+        selection=(
+            selection_from_proto(message.selection) if message.HasField("selection") else None
+        ),
     )
 
 

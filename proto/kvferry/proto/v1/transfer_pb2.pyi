@@ -179,6 +179,85 @@ class Frame(google.protobuf.message.Message):
 Global___Frame: typing_extensions.TypeAlias = Frame
 
 @typing.final
+class Loop(google.protobuf.message.Message):
+    """Repeat what is inside `count` times, `step` tokens further each time."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    count: builtins.int
+    step: builtins.int
+    def __init__(
+        self,
+        *,
+        count: builtins.int = ...,
+        step: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "step", b"step"]) -> None: ...
+
+Global___Loop: typing_extensions.TypeAlias = Loop
+
+@typing.final
+class StridedRuns(google.protobuf.message.Message):
+    """Runs of consecutive tokens: `run_tokens` from `first` on, repeated by up to two loops, the outer
+    one first.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: builtins.int
+    RUN_TOKENS_FIELD_NUMBER: builtins.int
+    LOOPS_FIELD_NUMBER: builtins.int
+    first: builtins.int
+    run_tokens: builtins.int
+    @property
+    def loops(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Loop]: ...
+    def __init__(
+        self,
+        *,
+        first: builtins.int = ...,
+        run_tokens: builtins.int = ...,
+        loops: collections.abc.Iterable[Global___Loop] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first", b"first", "loops", b"loops", "run_tokens", b"run_tokens"]) -> None: ...
+
+Global___StridedRuns: typing_extensions.TypeAlias = StridedRuns
+
+@typing.final
+class Selection(google.protobuf.message.Message):
+    """A part of the asked blocks: layers [layer_start, layer_end) of the group, KV heads
+    [head_start, head_end) of the model, and tokens. Tokens are counted from the first asked block on
+    as the worker holds them: token t lies in asked block t / block_tokens. No token twice.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LAYER_START_FIELD_NUMBER: builtins.int
+    LAYER_END_FIELD_NUMBER: builtins.int
+    HEAD_START_FIELD_NUMBER: builtins.int
+    HEAD_END_FIELD_NUMBER: builtins.int
+    RUNS_FIELD_NUMBER: builtins.int
+    layer_start: builtins.int
+    layer_end: builtins.int
+    head_start: builtins.int
+    head_end: builtins.int
+    @property
+    def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StridedRuns]: ...
+    def __init__(
+        self,
+        *,
+        layer_start: builtins.int = ...,
+        layer_end: builtins.int = ...,
+        head_start: builtins.int = ...,
+        head_end: builtins.int = ...,
+        runs: collections.abc.Iterable[Global___StridedRuns] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["head_end", b"head_end", "head_start", b"head_start", "layer_end", b"layer_end", "layer_start", b"layer_start", "runs", b"runs"]) -> None: ...
+
+Global___Selection: typing_extensions.TypeAlias = Selection
+
+@typing.final
 class FetchRequest(google.protobuf.message.Message):
     """Which blocks are wanted."""
 
@@ -192,6 +271,7 @@ class FetchRequest(google.protobuf.message.Message):
     LEASE_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     MAX_FRAME_BYTES_FIELD_NUMBER: builtins.int
+    SELECTION_FIELD_NUMBER: builtins.int
     identity_digest: builtins.bytes
     """sha256 over the caller's identity; refused with FAILED_PRECONDITION when it is not the worker's."""
     identity_cbor: builtins.bytes
@@ -210,6 +290,13 @@ class FetchRequest(google.protobuf.message.Message):
     """The life of the worker the caller means; 0 for any."""
     max_frame_bytes: builtins.int
     """Payload bytes of a frame, at most, unless one page is larger; 0 for the worker's choice."""
+    @property
+    def selection(self) -> Global___Selection:
+        """The part of the blocks that is wanted; absent for all of them. Its tokens, ascending, travel in
+        chunks: `num_found`, `geometry` and `hash_index` of the replies are those of chunks, each of
+        geometry.block_tokens tokens but the last, and layers are counted from `layer_start`.
+        """
+
     def __init__(
         self,
         *,
@@ -221,8 +308,10 @@ class FetchRequest(google.protobuf.message.Message):
         lease_id: builtins.str = ...,
         incarnation: builtins.int = ...,
         max_frame_bytes: builtins.int = ...,
+        selection: Global___Selection | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["group_id", b"group_id", "hash_bytes", b"hash_bytes", "hashes", b"hashes", "identity_cbor", b"identity_cbor", "identity_digest", b"identity_digest", "incarnation", b"incarnation", "lease_id", b"lease_id", "max_frame_bytes", b"max_frame_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["selection", b"selection"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["group_id", b"group_id", "hash_bytes", b"hash_bytes", "hashes", b"hashes", "identity_cbor", b"identity_cbor", "identity_digest", b"identity_digest", "incarnation", b"incarnation", "lease_id", b"lease_id", "max_frame_bytes", b"max_frame_bytes", "selection", b"selection"]) -> None: ...
 
 Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
 

@@ -66,7 +66,8 @@ class TransferServicer(object):
     def Fetch(self, request, context):
         """Read the longest prefix of the asked hashes that is resident here. The first reply is a header,
         every other one a frame. Nothing resident is no error: num_found is 0 and the stream ends.
-        INVALID_ARGUMENT     a malformed request, an unknown group, a frame size out of range
+        INVALID_ARGUMENT     a malformed request, an unknown group, a frame size out of range, a
+        selection of what is not here or beyond the asked blocks
         FAILED_PRECONDITION  another identity (differing fields are named when the identity is given)
         ABORTED              the worker is in another life than `incarnation`
         NOT_FOUND            mid-stream: a block left its place while it was read; `given` names the
