@@ -14,7 +14,8 @@ from kvferry.proto.layout import Layout
 from kvferry.proto.placement import KvShape, holdings
 from kvferry.worker.device import open_device
 from kvferry.worker.kv_memory import GroupMemory, KvMemory
-from kvferry.worker.reshard_io import BlockTable, Cells
+from kvferry.worker.reshard_io import Cells
+from kvferry.worker.selection import BlockTable
 
 Dense = npt.NDArray[np.uint8]
 """Bytes; those of a whole sequence are [layers, 2, tokens, heads, head_bytes]."""

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from kvferry.worker.frames import Geometry, Segment
 from kvferry.worker.kv_memory import GroupMemory
-from kvferry.worker.reshard_io import BlockTable, Cells, gather, require_held, scatter
+from kvferry.worker.reshard_io import Cells, gather, require_held, scatter
+from kvferry.worker.selection import BlockTable
 
 CHUNK_PAGE_BYTES = 128 << 10
 """Bytes of a chunk in one layer, about: much more, and a lost block would cost many others."""

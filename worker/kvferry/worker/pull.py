@@ -7,7 +7,7 @@ from kvferry.proto.errors import BadInputError
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId
 from kvferry.proto.reshard import Transfer
 from kvferry.worker.frames import Frame, Header
-from kvferry.worker.reshard_io import BlockTable
+from kvferry.worker.selection import BlockTable
 from kvferry.worker.transfer_session import PullSession
 
 

@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.ids import NULL_BLOCK
@@ -16,9 +15,7 @@ from kvferry.proto.reshard import Transfer
 from kvferry.proto.token_runs import Positions
 from kvferry.worker.device import DeviceBytes
 from kvferry.worker.kv_memory import GroupMemory
-
-BlockTable = npt.NDArray[np.int64]
-"""The block ids of a sequence on one rank, in order."""
+from kvferry.worker.selection import BlockTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,14 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.reshard import Transfer
 from kvferry.proto.token_runs import Positions
+
+BlockTable = npt.NDArray[np.int64]
+"""The block ids of a sequence on one rank, in order."""
 
 MAX_LOOPS = 2
 

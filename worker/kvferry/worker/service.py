@@ -20,7 +20,8 @@ from kvferry.worker.frames import DEFAULT_FRAME_BYTES, Frame, Header
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.pull import BlockRun, PartOutcome, PartRun, PullOutcome
 from kvferry.worker.residency import Residency
-from kvferry.worker.source import Served, ServedBlocks, ServedSelection, find_prefix, read_frames
+from kvferry.worker.served import ServedBlocks, ServedSelection
+from kvferry.worker.source import Served, find_prefix, read_frames
 from kvferry.worker.stats import StatsCounter, WorkerStats
 from kvferry.worker.store_sink import Reserver, accept_blocks
 from kvferry.worker.transfer_client import TransferClient

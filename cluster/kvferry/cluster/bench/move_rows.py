@@ -14,7 +14,8 @@ from kvferry.proto.placement import holdings
 from kvferry.proto.reshard import plan_reshard
 from kvferry.worker.device import HostBytes, open_device
 from kvferry.worker.kv_memory import GroupMemory, KvMemory
-from kvferry.worker.reshard_io import BlockTable, destination_cells, gather, scatter, source_cells
+from kvferry.worker.reshard_io import destination_cells, gather, scatter, source_cells
+from kvferry.worker.selection import BlockTable
 
 IDENTITY = Identity(
     model="bench",

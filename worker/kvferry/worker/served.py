@@ -1,0 +1,85 @@
+"""What a fetch is answered with: blocks of the KV memory, or the selected part of them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvferry.worker.block_io import gather
+from kvferry.worker.chunks import Chunks
+from kvferry.worker.frames import Segment, places_of
+from kvferry.worker.kv_memory import GroupMemory
+from kvferry.worker.reshard_io import Cells
+from kvferry.worker.residency import Residency, Resident
+from kvferry.worker.selection import Selection
+
+
+class ServedBlocks:
+    """Whole blocks of a group."""
+
+    def __init__(
+        self, memory: GroupMemory, residency: Residency, residents: Sequence[Resident]
+    ) -> None:
+        self.geometry = memory.geometry
+        self.num_found = len(residents)
+        self.last_page_bytes: int | None = None
+        self._memory = memory
+        self._residency = residency
+        self._residents = residents
+        self._block_ids = [resident.block_id for resident in residents]
+
+    def read(self, segments: Sequence[Segment]) -> bytes:
+        """Return the canonical bytes of the segments, one after the other."""
+        return gather(self._memory, places_of(segments, self._block_ids))
+
+    def lost_hash(self, index: int) -> int | None:
+        """Return the index if the block no longer holds its hash."""
+        return None if self._residency.still_holds(self._residents[index]) else index
+
+
+class ServedSelection:
+    """The chunks of a selection, as far as all blocks are here that a chunk has tokens of.
+
+    Args:
+        num_asked: number of blocks that the selection counts its tokens over.
+
+    Raises:
+        BadInputError: a selection that does not fit the blocks or the memory.
+    """
+
+    def __init__(
+        self,
+        memory: GroupMemory,
+        residency: Residency,
+        residents: Sequence[Resident],
+        selection: Selection,
+        *,
+        num_asked: int,
+    ) -> None:
+        block_tokens = memory.geometry.block_tokens
+        tokens = selection.tokens(num_asked * block_tokens)
+        self._chunks = Chunks(
+            memory,
+            np.array([resident.block_id for resident in residents], dtype=np.int64),
+            Cells(layers=selection.layers, heads=selection.heads, tokens=tokens),
+        )
+        self.geometry = self._chunks.geometry
+        num_held = int(np.searchsorted(tokens, len(residents) * block_tokens))
+        is_whole = num_held == len(tokens)
+        self.num_found = (
+            self._chunks.num_chunks if is_whole else num_held // self.geometry.block_tokens
+        )
+        self.last_page_bytes = self._chunks.last_page_bytes if is_whole else None
+        self._block_tokens = block_tokens
+        self._residency = residency
+        self._residents = residents
+
+    def read(self, segments: Sequence[Segment]) -> bytes:
+        """Return the bytes of the segments, one after the other."""
+        return self._chunks.read(segments)
+
+    def lost_hash(self, index: int) -> int | None:
+        """Return the first block that a chunk has tokens of and that no longer holds its hash."""
+        for block in np.unique(self._chunks.cells_of(index).tokens // self._block_tokens).tolist():
+            if not self._residency.still_holds(self._residents[block]):
+                return int(block)
+        return None
