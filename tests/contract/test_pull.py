@@ -1,7 +1,6 @@
 """What every source of blocks must give a pull: an in-memory fake and the real gRPC server."""
 
 import hashlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -9,9 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.builders import make_identity
+from tests.pulling import pull_blocks
 
 from kvferry.proto.errors import KvferryError
-from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, Incarnation, LeaseId
+from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, Incarnation
+from kvferry.proto.layout import Layout
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Header, Place, Segment, places_of
@@ -33,7 +34,9 @@ Source = Callable[[list[BlockHash], Tamper], AbstractContextManager["Pull"]]
 
 
 def new_memory() -> KvMemory:
-    return KvMemory(open_device("cpu"), IDENTITY, num_blocks=NUM_BLOCKS, block_tokens=4)
+    return KvMemory(
+        open_device("cpu"), IDENTITY, num_blocks=NUM_BLOCKS, layout=Layout(block_tokens=4)
+    )
 
 
 def block_content(block_hash: BlockHash) -> bytes:
@@ -125,14 +128,8 @@ def over_grpc(held: list[BlockHash], tamper: Tamper) -> Iterator[Pull]:
     def run(destination: KvMemory) -> tuple[int, str | None]:
         client = WorkerService(incarnation=Incarnation(2), memory=destination)
         clients.append(client)
-        outcome = client.pull(
-            source_address=address,
-            source_incarnation=Incarnation(1),
-            lease_id=LeaseId(""),
-            runs=[BlockRun(group_id=FIRST_GROUP, hashes=HASHES, block_ids=DESTINATIONS)],
-            timeout_s=20.0,
-            cancel=threading.Event(),
-        )
+        run = BlockRun(group_id=FIRST_GROUP, hashes=HASHES, block_ids=DESTINATIONS)
+        outcome = pull_blocks(client, address, [run], lease_id="")
         (num_blocks,) = outcome.num_blocks_of_run
         assert client.residency.num_blocks() == num_blocks
         return num_blocks, outcome.error_type

@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +11,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.integration.transfer_peer import hash_of, new_worker
+from tests.pulling import pull_blocks
 
 from kvferry.proto.errors import BadInputError, ConfigError, InsecureBindError, PortTakenError
-from kvferry.proto.ids import FIRST_GROUP, BlockId, Incarnation, InstanceId, LeaseId
+from kvferry.proto.ids import FIRST_GROUP, BlockId, Incarnation, InstanceId
 from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.actor import StoreConfig, WorkerActor
 from kvferry.worker.grpc_errors import error_of_call
@@ -42,13 +42,9 @@ def listening() -> Iterator[WorkerService]:
 def pull_one(
     worker: WorkerService, address: str, incarnation: int, *, lease_id: str = ""
 ) -> PullOutcome:
-    return worker.pull(
-        source_address=address,
-        source_incarnation=Incarnation(incarnation),
-        lease_id=LeaseId(lease_id),
-        runs=[BlockRun(group_id=FIRST_GROUP, hashes=[hash_of(0)], block_ids=[BlockId(1)])],
-        timeout_s=5.0,
-        cancel=threading.Event(),
+    run = BlockRun(group_id=FIRST_GROUP, hashes=[hash_of(0)], block_ids=[BlockId(1)])
+    return pull_blocks(
+        worker, address, [run], incarnation=incarnation, lease_id=lease_id, timeout_s=5.0
     )
 
 

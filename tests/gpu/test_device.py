@@ -6,6 +6,7 @@ import torch
 from tests.builders import make_identity
 
 from kvferry.proto.ids import BlockId
+from kvferry.proto.layout import Layout
 from kvferry.worker import reshard_io
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.device import open_device
@@ -25,7 +26,7 @@ IDENTITY = make_identity(
 
 
 def memory(device: str) -> KvMemory:
-    return KvMemory(open_device(device), IDENTITY, num_blocks=33, block_tokens=16)
+    return KvMemory(open_device(device), IDENTITY, num_blocks=33, layout=Layout(block_tokens=16))
 
 
 def test_bytes_from_the_gpu_are_those_of_the_cpu_twin() -> None:

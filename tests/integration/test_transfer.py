@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.integration.transfer_host import SIZES, Host, new_host
 from tests.integration.transfer_peer import content_of, fill, hash_of, new_worker
+from tests.pulling import pull_blocks
 
 from kvferry.proto.errors import (
     MismatchError,
@@ -58,13 +59,13 @@ def pull(
 ) -> PullOutcome:
     """Pull the hashes of `indexes` into the blocks from the last one downwards."""
     indexes = indexes or range(worker.memory.num_blocks - 1)
-    return worker.pull(
-        source_address=address,
-        source_incarnation=Incarnation(incarnation),
-        lease_id=LeaseId("lease-1"),
-        runs=[run_of(worker, indexes)],
+    return pull_blocks(
+        worker,
+        address,
+        [run_of(worker, indexes)],
+        incarnation=incarnation,
         timeout_s=timeout_s,
-        cancel=cancel or threading.Event(),
+        cancel=cancel,
     )
 
 

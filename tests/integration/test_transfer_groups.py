@@ -9,10 +9,12 @@ import pytest
 import torch
 from tests.builders import make_identity
 from tests.integration.transfer_peer import hash_of
+from tests.pulling import pull_blocks
 
 from kvferry.proto.errors import BadInputError, InvariantError
 from kvferry.proto.identity import GroupSpec
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, Incarnation, LeaseId, pack_group
+from kvferry.proto.layout import Layout
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Geometry, Header
 from kvferry.worker.kv_memory import KvMemory
@@ -42,7 +44,9 @@ RUNS = (
 
 
 def new_worker(incarnation: int = 1, kind: type[WorkerService] = WorkerService) -> WorkerService:
-    memory = KvMemory(open_device("cpu"), IDENTITY, num_blocks=NUM_BLOCKS, block_tokens=2)
+    memory = KvMemory(
+        open_device("cpu"), IDENTITY, num_blocks=NUM_BLOCKS, layout=Layout(block_tokens=2)
+    )
     return kind(incarnation=Incarnation(incarnation), memory=memory)
 
 
@@ -85,14 +89,7 @@ def pull(
     timeout_s: float = 20.0,
     cancel: threading.Event | None = None,
 ) -> PullOutcome:
-    return worker.pull(
-        source_address=address,
-        source_incarnation=Incarnation(1),
-        lease_id=LeaseId("lease-1"),
-        runs=runs,
-        timeout_s=timeout_s,
-        cancel=cancel or threading.Event(),
-    )
+    return pull_blocks(worker, address, runs, timeout_s=timeout_s, cancel=cancel)
 
 
 def assert_exactly_in_place(worker: WorkerService, num_blocks_of_run: tuple[int, ...]) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, GroupId, Incarnation, LeaseId
+from kvferry.proto.layout import Layout
 from kvferry.worker.block_io import scatter
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Header, Place
@@ -41,7 +42,9 @@ def new_worker(
         head_size=head_size,
         groups=(GroupSpec(kind="full", layers=tuple(range(num_layers))),),
     )
-    memory = KvMemory(open_device("cpu"), identity, num_blocks=num_blocks, block_tokens=2)
+    memory = KvMemory(
+        open_device("cpu"), identity, num_blocks=num_blocks, layout=Layout(block_tokens=2)
+    )
     return PeerService(incarnation=Incarnation(incarnation), memory=memory)
 
 

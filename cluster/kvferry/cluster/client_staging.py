@@ -12,6 +12,7 @@ import torch
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import BlockHash, BlockId, GroupId
+from kvferry.proto.layout import Layout
 from kvferry.worker.device import open_device
 from kvferry.worker.kv_memory import KvMemory, require_pages
 from kvferry.worker.pull import BlockRun
@@ -32,7 +33,10 @@ class Staging:
         self._block_tokens = block_tokens
         # Block 0 is the null block here as everywhere.
         self.memory = KvMemory(
-            open_device("cpu"), identity, num_blocks=self.num_blocks + 1, block_tokens=block_tokens
+            open_device("cpu"),
+            identity,
+            num_blocks=self.num_blocks + 1,
+            layout=Layout(block_tokens=block_tokens),
         )
 
     def run(self, group_id: GroupId, hashes: Sequence[BlockHash]) -> BlockRun:

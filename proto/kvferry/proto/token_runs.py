@@ -56,6 +56,20 @@ class TokenRuns:
         """Number of tokens in all runs."""
         return self.num_runs * self.run_tokens
 
+    def source_tokens(self) -> Positions:
+        """Return the source rank's local tokens, in the order of the runs; int64 [num_tokens]."""
+        return self._spread(self.source_first, [loop.source_step for loop in self.loops])
+
+    def destination_tokens(self) -> Positions:
+        """Return the destination rank's local tokens, likewise."""
+        return self._spread(self.destination_first, [loop.destination_step for loop in self.loops])
+
+    def _spread(self, first: int, steps: list[int]) -> Positions:
+        spread = np.array([first], dtype=np.int64)
+        for loop, step in zip(self.loops, steps, strict=True):
+            spread = np.add.outer(spread, np.arange(loop.count, dtype=np.int64) * step).ravel()
+        return np.add.outer(spread, np.arange(self.run_tokens, dtype=np.int64)).ravel()
+
 
 Pair = tuple[int, int]
 """A source token shard and a destination token shard."""

@@ -212,7 +212,7 @@ def test_a_prefix_held_by_a_peer_is_loaded_and_counted_as_remote(rig: Rig) -> No
     decode.add(request("r", range(14)))
     (order,) = rig.step("d")[0].loads
     assert order.load.source.instance_id == "p"
-    (run,) = order.runs
+    (run,) = order.loads
     assert (run.group_id, len(run.hashes), len(run.block_ids)) == (0, 3, 3)
     result = LoadResult(request_id=RequestId("r"), num_computed_tokens=12)
     decode.load_ended(result, pulled_bytes=300)

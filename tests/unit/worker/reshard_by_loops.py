@@ -1,6 +1,7 @@
 """What gathering and scattering by plan must do, by loops over every layer, token and head."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -11,6 +12,7 @@ from tests.unit.proto.reshard_reference import parts_of_ranks
 
 from kvferry.proto.identity import Identity
 from kvferry.proto.layout import Layout
+from kvferry.proto.memory_order import DEFAULT_ORDER
 from kvferry.proto.placement import KvShape, holdings
 from kvferry.worker.device import open_device
 from kvferry.worker.kv_memory import GroupMemory, KvMemory
@@ -38,17 +40,22 @@ def rank_memories(layout: Layout, shape: KvShape, num_blocks: int) -> dict[int, 
 
 
 def kv_memories(layout: Layout, shape: KvShape, num_blocks: int) -> dict[int, KvMemory]:
-    """The same, with one group each."""
+    """The same, of a model that has the group's layers only, on the stages that have some."""
+    stages = [
+        sum(layer in stage for layer in shape.layers) for stage in layout.stages(shape.num_layers)
+    ]
+    own = replace(
+        layout,
+        pp=len(stages) - stages.count(0),
+        stage_layers=tuple(filter(None, stages)),
+        memory=DEFAULT_ORDER,
+    )
+    ranks = [held.rank for held in holdings(layout, shape) if held.layers]
     return {
-        held.rank: KvMemory(
-            open_device("cpu"),
-            identity_of(shape),
-            num_blocks=num_blocks,
-            block_tokens=layout.block_tokens,
-            held=[held],
+        rank: KvMemory(
+            open_device("cpu"), identity_of(shape), num_blocks=num_blocks, layout=own, rank=own_rank
         )
-        for held in holdings(layout, shape)
-        if held.layers
+        for own_rank, rank in enumerate(ranks)
     }
 
 

@@ -17,8 +17,9 @@ from tests.unit.worker.reshard_by_loops import (
 )
 
 from kvferry.proto.errors import BadInputError, ConfigError
+from kvferry.proto.identity import GroupSpec
 from kvferry.proto.layout import Layout, grid
-from kvferry.proto.placement import Holding, KvShape
+from kvferry.proto.placement import KvShape
 from kvferry.proto.reshard import plan_reshard
 from kvferry.worker.device import open_device
 from kvferry.worker.kv_memory import GroupMemory, KvMemory
@@ -121,6 +122,9 @@ def test_cells_that_are_not_here_are_refused(changes: dict[str, object], message
 
 
 def test_a_rank_without_layers_of_a_group_has_no_memory() -> None:
-    held = Holding(rank=1, layers=range(0), heads=range(1), token_shard=0)
+    groups = (GroupSpec(kind="full", layers=(0,)), GroupSpec(kind="full", layers=(1,)))
+    identity = make_identity(num_layers=2, groups=groups)
     with pytest.raises(ConfigError, match="sizes of a block must be positive"):
-        KvMemory(open_device("cpu"), make_identity(), num_blocks=2, block_tokens=4, held=[held])
+        KvMemory(
+            open_device("cpu"), identity, num_blocks=2, layout=Layout(block_tokens=4, pp=2), rank=1
+        )

@@ -29,6 +29,7 @@ from kvferry.proto.ids import (
     InstanceId,
     LeaseId,
 )
+from kvferry.proto.layout import Layout
 from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved
 from kvferry.worker.actor import StoreConfig, WorkerActor
 from kvferry.worker.block_io import gather
@@ -59,7 +60,7 @@ class FakeReserver:
 
 
 def new_service(identity: Identity = IDENTITY) -> WorkerService:
-    memory = KvMemory(open_device("cpu"), identity, num_blocks=5, block_tokens=4)
+    memory = KvMemory(open_device("cpu"), identity, num_blocks=5, layout=Layout(block_tokens=4))
     return WorkerService(incarnation=Incarnation(1), memory=memory)
 
 
@@ -349,7 +350,7 @@ def test_a_worker_actor_with_an_impossible_config_stays_unstarted() -> None:
         num_blocks=0,
         block_tokens=4,
     )
-    with pytest.raises(ConfigError, match="num_blocks must be a positive integer; given: 0"):
+    with pytest.raises(ConfigError, match="num_blocks must be an integer; given: 0"):
         actor.start(config)
     with pytest.raises(ConfigError, match="not started"):
         actor.stats()

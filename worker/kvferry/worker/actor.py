@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import Epoch, Incarnation, InstanceId
+from kvferry.proto.layout import Layout
 from kvferry.worker.coordinator_reserver import Call, CoordinatorReserver
 from kvferry.worker.device import open_device
 from kvferry.worker.kv_memory import KvMemory
@@ -64,7 +65,7 @@ class WorkerActor:
             open_device(config.device),
             config.identity,
             num_blocks=config.num_blocks,
-            block_tokens=config.block_tokens,
+            layout=Layout(block_tokens=config.block_tokens),
         )
         service = WorkerService(incarnation=config.incarnation, memory=memory)
         address = service.serve(bind=config.bind, port=config.port, insecure=config.insecure)

@@ -1,7 +1,6 @@
 """The KV tensors of one rank: raw allocations that groups of layers share, viewed as blocks."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +8,10 @@ import torch
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import GroupId
-from kvferry.proto.placement import Holding
+from kvferry.proto.layout import Layout
+from kvferry.proto.memory_order import DEFAULT_ORDER
+from kvferry.proto.placement import holdings, shape_of
+from kvferry.proto.specs import require_integer
 from kvferry.worker.device import Device, DeviceBytes
 from kvferry.worker.frames import Geometry
 
@@ -35,9 +37,12 @@ def require_pages(identity: Identity) -> torch.dtype:
     """Return the dtype of the identity's KV memory; refuse layers that keep no keys and values.
 
     Raises:
-        ConfigError: a group with a recurrent state, or a KV dtype that cannot be moved.
+        ConfigError: a group with a recurrent state or without layers, or a KV dtype that cannot be
+            moved.
     """
     for group_id, group in enumerate(identity.groups):
+        if not group.layers:
+            raise ConfigError(f"group {group_id} has no layers", given=0, allowed=">= 1")
         if group.kind == "mamba":
             raise ConfigError(
                 f"KV memory has no room for the recurrent states of group {group_id}",
@@ -84,13 +89,14 @@ class KvMemory:
         device: where the memory lies.
         identity: what the blocks hold: layers, groups, heads, dtype.
         num_blocks: number of block ids, shared by all groups.
-        block_tokens: tokens of a block, of every group.
-        held: what this rank holds of each group, one after the other; empty where one rank holds
-            every layer and head.
+        layout: how the instance's ranks share layers, heads and tokens; of every group.
+        rank: which of them this is.
 
     Raises:
-        ConfigError: a size that is not a positive integer, an unknown dtype, a page too large to
-            be sent, a group without layers here or of a kind that keeps no keys and values.
+        ConfigError: `num_blocks` is not a positive integer, an unknown dtype, a page too large to
+            be sent, a layout that does not fit the identity or has another memory order, a rank
+            that it does not have, a group without layers here or of a kind that keeps no keys and
+            values.
     """
 
     def __init__(
@@ -99,23 +105,29 @@ class KvMemory:
         identity: Identity,
         *,
         num_blocks: int,
-        block_tokens: int,
-        held: Sequence[Holding] = (),
+        layout: Layout,
+        rank: int = 0,
     ) -> None:
-        for name, size in (("num_blocks", num_blocks), ("block_tokens", block_tokens)):
-            if type(size) is not int or size < 1:
-                raise ConfigError(f"{name} must be a positive integer", given=size, allowed=">= 1")
+        require_integer("num_blocks", num_blocks, at_least=1)
+        if layout.memory != DEFAULT_ORDER:
+            raise ConfigError("KV memory has one order", given=layout.memory, allowed=DEFAULT_ORDER)
+        layout.place(rank)  # refuses a rank that there is not
         kv_dtype = require_pages(identity)
         self.identity = identity
         self.num_blocks = num_blocks
-        held = held or _everything(identity)
-        block_shape = (block_tokens, len(held[0].heads), identity.head_size)
+        self.layout = layout
+        self.rank = rank
+        held = [
+            holdings(layout, shape_of(identity, GroupId(group_id)))[rank]
+            for group_id in range(len(identity.groups))
+        ]
+        block_shape = (layout.block_tokens, len(held[0].heads), identity.head_size)
         half_page_bytes = math.prod(block_shape) * kv_dtype.itemsize
         geometries = [
             Geometry(
                 num_layers=len(share.layers),
                 page_bytes=2 * half_page_bytes,
-                block_tokens=block_tokens,
+                block_tokens=layout.block_tokens,
             )
             for share in held
         ]
@@ -157,16 +169,3 @@ class KvMemory:
                 allowed=list(range(len(self.groups))),
             )
         return self.groups[group_id]
-
-
-def _everything(identity: Identity) -> list[Holding]:
-    """Return what the only rank of an instance holds of each group."""
-    return [
-        Holding(
-            rank=0,
-            layers=range(len(group.layers)),
-            heads=range(identity.num_kv_heads),
-            token_shard=0,
-        )
-        for group in identity.groups
-    ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId
@@ -92,7 +93,19 @@ def receive(
     session.close()
 
 
-def require_destinations(runs: Sequence[BlockRun], num_blocks: int) -> None:
+class Destinations(Protocol):
+    """Blocks to be filled, and the hashes that they will be found by."""
+
+    @property
+    def hashes(self) -> Sequence[BlockHash]:
+        """One per block."""
+
+    @property
+    def block_ids(self) -> Sequence[BlockId]:
+        """The blocks."""
+
+
+def require_destinations(runs: Sequence[Destinations], num_blocks: int) -> None:
     """Refuse runs that do not have one block per hash.
 
     Raises:

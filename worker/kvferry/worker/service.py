@@ -15,10 +15,13 @@ from kvferry.proto.errors import (
 )
 from kvferry.proto.identity import identity_from_cbor, require_equal_identities
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, Incarnation, LeaseId, pack_group
+from kvferry.proto.step_messages import Source
 from kvferry.worker.block_io import scatter
 from kvferry.worker.frames import DEFAULT_FRAME_BYTES, Frame, Header
+from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.kv_memory import KvMemory
-from kvferry.worker.pull import BlockRun, PartOutcome, PartRun, PullOutcome
+from kvferry.worker.layout_pull import pull_loads
+from kvferry.worker.pull import PullOutcome
 from kvferry.worker.residency import Residency
 from kvferry.worker.served import ServedBlocks, ServedSelection
 from kvferry.worker.source import Served, find_prefix, read_frames
@@ -91,78 +94,37 @@ class WorkerService:
     def pull(
         self,
         *,
-        source_address: str,
-        source_incarnation: Incarnation,
+        source: Source,
         lease_id: LeaseId,
-        runs: Sequence[BlockRun],
+        loads: Sequence[GroupLoad],
         timeout_s: float,
         cancel: threading.Event,
     ) -> PullOutcome:
-        """Fetch runs of blocks from a peer, one after the other; blocks until it has ended.
+        """Fetch this rank's part of some blocks from an instance of any layout; blocks until ended.
 
-        When it returns, nothing writes into the blocks any more and the verified prefix of every
-        run is resident. Never raises for a peer's failure: the outcome says what arrived and why no
-        more. A run that fails ends the pull: nothing of those after it arrives.
+        When it returns, nothing writes into the blocks any more, and the verified first blocks of
+        every load are resident here. Never raises for a peer's failure: the outcome says what
+        arrived and why no more. A load that fails ends the pull: nothing of those after it arrives.
 
         Raises:
             BadInputError: destinations that do not fit the hashes or the memory, or no such group.
         """
-        self.reused(block_id for run in runs for block_id in run.block_ids)
-        outcome = self._client.pull(
-            source_address,
-            runs,
-            identity=self.identity,
-            memory=self.memory,
+        self.reused(block_id for load in loads for block_id in load.block_ids)
+        outcome = pull_loads(
+            self._client,
+            self.memory,
+            source,
+            loads,
             lease_id=lease_id,
-            incarnation=source_incarnation,
             timeout_s=timeout_s,
             cancel=cancel,
         )
-        for run, arrived in zip(runs, outcome.num_blocks_of_run, strict=True):
-            pairs = zip(run.hashes[:arrived], run.block_ids[:arrived], strict=True)
-            self.written(run.group_id, pairs)
+        for load, arrived in zip(loads, outcome.num_blocks_of_run, strict=True):
+            pairs = zip(load.hashes[:arrived], load.block_ids[:arrived], strict=True)
+            self.written(load.group_id, pairs)
         self._stats.add(
             num_pulls=1,
             num_blocks_pulled=sum(outcome.num_blocks_of_run),
-            num_bytes_pulled=outcome.num_bytes,
-            num_checksum_failures=outcome.num_checksum_failures,
-        )
-        if outcome.error_type is not None:
-            self._stats.add_error(outcome.error_type)
-        return outcome
-
-    def pull_part(
-        self,
-        *,
-        source_address: str,
-        source_incarnation: Incarnation,
-        lease_id: LeaseId,
-        run: PartRun,
-        timeout_s: float,
-        cancel: threading.Event,
-    ) -> PartOutcome:
-        """Fetch one transfer of a plan from its source rank; blocks until it has ended.
-
-        A destination block is whole only when all transfers of the plan have arrived. So the caller
-        says `reused` of the blocks before the first one, and `written` after the last. When this
-        returns, it writes no more. Never raises for a peer's failure, as `pull`.
-
-        Raises:
-            BadInputError: a transfer that does not fit the memory or the block table, or no such
-                group.
-        """
-        outcome = self._client.pull_part(
-            source_address,
-            run,
-            identity=self.identity,
-            memory=self.memory,
-            lease_id=lease_id,
-            incarnation=source_incarnation,
-            timeout_s=timeout_s,
-            cancel=cancel,
-        )
-        self._stats.add(
-            num_pulls=1,
             num_bytes_pulled=outcome.num_bytes,
             num_checksum_failures=outcome.num_checksum_failures,
         )

@@ -10,7 +10,6 @@ from kvferry.cluster.bench.rows import Row, elapsed_ns, measure_pairs
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.layout import Layout, grid
-from kvferry.proto.placement import holdings
 from kvferry.proto.reshard import plan_reshard
 from kvferry.worker.device import HostBytes, open_device
 from kvferry.worker.kv_memory import GroupMemory, KvMemory
@@ -104,8 +103,8 @@ def _rank(layout: Layout, rank: int, num_tokens: int) -> tuple[GroupMemory, Bloc
         open_device("cpu"),
         IDENTITY,
         num_blocks=num_blocks + 1,
-        block_tokens=layout.block_tokens,
-        held=[holdings(layout, SHAPE)[rank]],
+        layout=layout,
+        rank=rank,
     ).groups[0]
     random = np.random.default_rng(rank)
     for layer in memory.byte_layers:

@@ -36,8 +36,9 @@ from kvferry.proto.ids import (
 )
 from kvferry.proto.messages import expect
 from kvferry.proto.scheme import HashScheme
-from kvferry.proto.step_messages import LoadResult, Step, StepReply
-from kvferry.worker.pull import BlockRun, PullOutcome
+from kvferry.proto.step_messages import LoadResult, Source, Step, StepReply
+from kvferry.worker.group_load import GroupLoad
+from kvferry.worker.pull import PullOutcome
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +64,9 @@ class BlockMover(Protocol):
     def pull(
         self,
         *,
-        source_address: str,
-        source_incarnation: Incarnation,
+        source: Source,
         lease_id: LeaseId,
-        runs: Sequence[BlockRun],
+        loads: Sequence[GroupLoad],
         timeout_s: float,
         cancel: threading.Event,
     ) -> PullOutcome:
@@ -275,17 +275,16 @@ class Engine:
         load = order.load
         try:
             outcome = self._mover.pull(
-                source_address=load.source.rank_addresses[0],
-                source_incarnation=load.source.incarnation,
+                source=load.source,
                 lease_id=load.lease_id,
-                runs=order.runs,
+                loads=order.loads,
                 timeout_s=load.ttl_s,
                 cancel=cancel,
             )
         except Exception as failure:  # a lost result would hold the request for ever
             log.exception("load of %s failed", load.request_id)
             outcome = PullOutcome(
-                num_blocks_of_run=(0,) * len(order.runs),
+                num_blocks_of_run=(0,) * len(order.loads),
                 num_bytes=0,
                 error=f"{type(failure).__name__}: {failure}",
             )
@@ -294,7 +293,7 @@ class Engine:
                 "request %s: %d of %d blocks came from %s: %s",
                 load.request_id,
                 sum(outcome.num_blocks_of_run),
-                sum(len(run.block_ids) for run in order.runs),
+                sum(len(one.block_ids) for one in order.loads),
                 load.source.instance_id,
                 outcome.error,
             )

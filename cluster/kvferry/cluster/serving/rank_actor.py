@@ -114,7 +114,7 @@ class RankActor:
             device,
             loaded.identity,
             num_blocks=pool.num_blocks,
-            block_tokens=settings.block_tokens,
+            layout=Layout(block_tokens=settings.block_tokens),
         )
         incarnation = Incarnation(time.time_ns())
         worker = WorkerService(incarnation=incarnation, memory=memory)

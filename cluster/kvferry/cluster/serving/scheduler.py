@@ -47,7 +47,7 @@ from kvferry.proto.step_messages import (
     Step,
     StepReply,
 )
-from kvferry.worker.pull import BlockRun
+from kvferry.worker.group_load import GroupLoad, group_load
 
 AHEAD_BLOCKS = 2
 """Blocks that a running request would like ahead; the coordinator is asked when half are left."""
@@ -55,10 +55,10 @@ AHEAD_BLOCKS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOrder:
-    """Blocks to fetch from a peer, one run per group that needs any, beyond `hit_tokens`."""
+    """Blocks to fetch from a peer, of each group that needs any, beyond `hit_tokens`."""
 
     load: Load
-    runs: tuple[BlockRun, ...]
+    loads: tuple[GroupLoad, ...]
     hit_tokens: int
 
 
@@ -306,16 +306,23 @@ class Scheduler:
         sequence.grant(load.block_ids, 0)
         sequence.num_hit_tokens = load.num_hit_blocks * self._limits.block_tokens
         self._loading[load.request_id] = sequence
-        runs = []
+        loads = []
         for group_id, table in enumerate(load.block_ids):
             # The null blocks, which need nothing, are the first ones.
             first = max(load.num_hit_blocks, table.count(NULL_BLOCK))
             if first < len(table):
-                hashes = tuple(sequence.chain.hashes[first : len(table)])
-                runs.append(
-                    BlockRun(group_id=GroupId(group_id), hashes=hashes, block_ids=table[first:])
+                loads.append(
+                    group_load(
+                        sequence.chain.hashes,
+                        GroupId(group_id),
+                        table[first:],
+                        first_block=first,
+                        block_tokens=self._limits.block_tokens,
+                        source_block_tokens=load.source.layout.virtual_block_tokens,
+                        hash_block_tokens=self._scheme.hash_block_tokens,
+                    )
                 )
-        return LoadOrder(load=load, runs=tuple(runs), hit_tokens=sequence.num_hit_tokens)
+        return LoadOrder(load=load, loads=tuple(loads), hit_tokens=sequence.num_hit_tokens)
 
     def _preempt(self, request_id: RequestId) -> None:
         sequence = self._loading.pop(request_id, None)

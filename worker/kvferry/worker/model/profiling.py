@@ -1,5 +1,6 @@
 """Measuring what a model takes of its device beside the KV cache."""
 
+from kvferry.proto.layout import Layout
 from kvferry.worker.device import Device
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.model.loading import LoadedModel
@@ -22,7 +23,9 @@ def non_kv_peak_bytes(
     num_sequences = min(max_running, num_tokens)
     lengths = [num_tokens - num_sequences + 1] + [1] * (num_sequences - 1)
     num_blocks = -(-lengths[0] // block_tokens)
-    memory = KvMemory(device, loaded.identity, num_blocks=num_blocks, block_tokens=block_tokens)
+    memory = KvMemory(
+        device, loaded.identity, num_blocks=num_blocks, layout=Layout(block_tokens=block_tokens)
+    )
     runner = ModelRunner(loaded, memory.layers, block_tokens)
     # All write to the same blocks: only the size of the work matters, not what comes out.
     tables = [range(num_blocks)] * len(memory.groups)

@@ -1,0 +1,129 @@
+"""Pulling blocks from an instance of any layout into one rank of another."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kvferry.proto.ids import LeaseId
+from kvferry.proto.placement import shape_of
+from kvferry.proto.reshard import Transfer, plan_reshard
+from kvferry.proto.step_messages import Source
+from kvferry.worker.group_load import GroupLoad
+from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.pull import (
+    BlockRun,
+    PartOutcome,
+    PartRun,
+    PullOutcome,
+    require_destinations,
+)
+from kvferry.worker.reshard_io import destination_cells
+from kvferry.worker.transfer_client import TransferClient
+
+
+def pull_loads(
+    client: TransferClient,
+    memory: KvMemory,
+    source: Source,
+    loads: Sequence[GroupLoad],
+    *,
+    lease_id: LeaseId,
+    timeout_s: float,
+    cancel: threading.Event,
+) -> PullOutcome:
+    """Pull this rank's part of the loads, one after the other, as `TransferClient.pull` does.
+
+    Where both sides have one layout, whole blocks come from the rank of the same number. Otherwise
+    the transfers of a plan come from whichever ranks hold the bytes.
+
+    Raises:
+        BadInputError: destinations that do not fit the hashes or the memory, or no such group.
+    """
+    if replace(source.layout, memory=memory.layout.memory) == memory.layout:
+        return client.pull(
+            source.rank_addresses[memory.rank],
+            [
+                BlockRun(group_id=load.group_id, hashes=load.hashes, block_ids=load.block_ids)
+                for load in loads
+            ],
+            identity=memory.identity,
+            memory=memory,
+            lease_id=lease_id,
+            incarnation=source.incarnation,
+            timeout_s=timeout_s,
+            cancel=cancel,
+        )
+    require_destinations(loads, memory.num_blocks)
+    pulling = _PartPulls(client, memory, source, lease_id, time.monotonic() + timeout_s, cancel)
+    num_blocks = tuple(pulling.fill(load) for load in loads)
+    parts = pulling.outcomes
+    failed = parts[-1] if parts else None
+    return PullOutcome(
+        num_blocks_of_run=num_blocks,
+        num_bytes=sum(part.num_bytes for part in parts),
+        num_checksum_failures=sum(part.num_checksum_failures for part in parts),
+        error=failed.error if failed else None,
+        error_type=failed.error_type if failed else None,
+    )
+
+
+@dataclass(slots=True)
+class _PartPulls:
+    """Pulls transfer after transfer until one fails."""
+
+    client: TransferClient
+    memory: KvMemory
+    source: Source
+    lease_id: LeaseId
+    end_s: float
+    cancel: threading.Event
+    outcomes: list[PartOutcome] = field(init=False, default_factory=list)
+
+    def fill(self, load: GroupLoad) -> int:
+        """Return how many of a load's first blocks are whole on this rank now."""
+        own = self.memory.layout
+        start = load.first_block * own.virtual_block_tokens
+        plan = plan_reshard(
+            self.source.layout,
+            own,
+            shape_of(self.memory.identity, load.group_id),
+            start=start,
+            end=start + len(load.block_ids) * own.virtual_block_tokens,
+        )
+        num_whole = len(load.block_ids)
+        for transfer in plan.transfers:
+            if transfer.dst_rank == self.memory.rank:
+                num_whole = min(num_whole, self._pull(load, transfer))
+        return num_whole
+
+    def _pull(self, load: GroupLoad, transfer: Transfer) -> int:
+        """Pull one transfer; return how many of the load's first blocks have all of its tokens."""
+        if self.outcomes and self.outcomes[-1].error is not None:
+            return 0
+        skipped_tokens = load.first_block * self.memory.layout.block_tokens
+        run = PartRun(
+            group_id=load.group_id,
+            hashes=load.source_hashes,
+            transfer=transfer,
+            table=np.array(load.block_ids, dtype=np.int64),
+            skipped_source_tokens=load.first_source_block * self.source.layout.block_tokens,
+            skipped_tokens=skipped_tokens,
+        )
+        outcome = self.client.pull_part(
+            self.source.rank_addresses[transfer.src_rank],
+            run,
+            identity=self.memory.identity,
+            memory=self.memory,
+            lease_id=self.lease_id,
+            incarnation=self.source.incarnation,
+            timeout_s=max(self.end_s - time.monotonic(), 0.0),
+            cancel=self.cancel,
+        )
+        self.outcomes.append(outcome)
+        if outcome.num_tokens == transfer.num_tokens:
+            return len(load.block_ids)
+        tokens = destination_cells(transfer, skipped_tokens=skipped_tokens).tokens
+        return int(tokens[outcome.num_tokens]) // self.memory.layout.block_tokens
