@@ -66,14 +66,14 @@ class _Admission:
         manager = self.instance.manager
         hit = _Hit(*manager.get_computed_blocks(request, ask.target_tokens))
         peer = self._best_peer(ask) if ask.allow_remote else None
-        if peer is not None and peer[1] * self.instance.block_tokens > hit.num_tokens:
+        if peer is not None and peer[1] * self.instance.hash_block_tokens > hit.num_tokens:
             return self._admit_load(ask, request, hit, *peer)
         return self._admit_compute(ask, request, hit)
 
     def _best_peer(self, ask: AdmitAsk) -> tuple[Instance, int] | None:
         usable_tokens = min(ask.num_tokens - 1, ask.target_tokens)
-        hashes = ask.hashes[: usable_tokens // self.instance.block_tokens]
-        return self.state.best_peer(self.instance, hashes)
+        max_hashes = usable_tokens // self.instance.hash_block_tokens
+        return self.state.best_peer(self.instance, ask.hashes, max_hashes)
 
     def _admit_compute(self, ask: AdmitAsk, request: RequestState, hit: _Hit) -> bool:
         wanted = ask.target_tokens - hit.num_tokens
@@ -104,24 +104,30 @@ class _Admission:
         return True
 
     def _admit_load(
-        self, ask: AdmitAsk, request: RequestState, hit: _Hit, holder: Instance, num_held: int
+        self, ask: AdmitAsk, request: RequestState, hit: _Hit, holder: Instance, num_hashes: int
     ) -> bool:
-        block_tokens = self.instance.block_tokens
-        num_hit = hit.num_tokens // block_tokens
+        hash_tokens = self.instance.hash_block_tokens
+        held_tokens = num_hashes * hash_tokens
         granted = self.instance.manager.allocate_slots(
             request,
             0,
             num_new_computed_tokens=hit.num_tokens,
             new_computed_blocks=hit.blocks,
-            num_external_computed_tokens=(num_held - num_hit) * block_tokens,
+            num_external_computed_tokens=held_tokens - hit.num_tokens,
             delay_cache_blocks=True,
         )
         if granted is None:
             return False
         lease = self.state.lease_blocks(
             holder,
-            self.state.blocks_of_prefix(holder, ask.hashes[:num_held], num_hit),
-            num_prefix_hashes=num_held,
+            self.state.blocks_of_prefix(
+                holder,
+                ask.hashes,
+                self.instance.rules,
+                start=hit.num_tokens // hash_tokens,
+                end=num_hashes,
+            ),
+            num_prefix_hashes=num_hashes,
             now=self.now,
             ttl_s=self.step_lease_s,
             beneficiary=self.instance.info.instance_id,
@@ -130,13 +136,13 @@ class _Admission:
         self.instance.loads[ask.request_id] = LoadInFlight(
             lease_id=lease.lease_id,
             hit_tokens=hit.num_tokens,
-            asked_tokens=num_held * block_tokens,
+            asked_tokens=held_tokens,
         )
         self.outcome.loads.append(
             Load(
                 request_id=ask.request_id,
                 block_ids=self.instance.tables(ask.request_id),
-                num_hit_blocks=num_hit,
+                num_hit_blocks=hit.num_tokens // self.instance.block_tokens,
                 source=holder.source,
                 lease_id=lease.lease_id,
                 ttl_s=lease.deadline_s - self.now,

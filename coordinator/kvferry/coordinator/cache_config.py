@@ -7,6 +7,7 @@ from kvferry.coordinator.profiles import Profile, find_profile
 from kvferry.coordinator.refusals import config_refused
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.ids import GroupId
+from kvferry.proto.scheme import KeyFormat
 from kvferry.proto.specs import (
     CURRENT_PROFILE,
     ChunkedLocalSpec,
@@ -27,6 +28,8 @@ class CacheConfig:
     - `num_blocks`: size of the pool, the null block included.
     - `groups`: one spec per cache group, in the order of group ids; blocks are those of one rank.
     - `hash_block_tokens`: what one hash of a request covers.
+    - `shared_chain`: the hashes are a chain that caches of other block sizes share, so one may be
+      smaller than a block in every profile, and a block is found by the last hash it covers.
     - `max_model_len`: cap of the slots of a request.
     - `profile`: whose decisions are reproduced.
     - `use_eagle`: a drafter needs the end of every hit recomputed; it concerns `eagle_groups`, and
@@ -44,6 +47,7 @@ class CacheConfig:
     groups: tuple[LayerSpec, ...]
     hash_block_tokens: int
     max_model_len: int
+    shared_chain: bool = False
     profile: ProfileName = CURRENT_PROFILE
     enable_caching: bool = True
     use_eagle: bool = False
@@ -85,6 +89,11 @@ class CacheConfig:
     def rules(self) -> Profile:
         """The behaviours of the profile."""
         return find_profile(self.profile)
+
+    @property
+    def view_format(self) -> KeyFormat:
+        """How hashes are seen at blocks of several: as the profile does, or by the last of each."""
+        return "0.32" if self.shared_chain else self.rules.key_format
 
     def block_tokens_of(self, group_id: GroupId) -> int:
         """Return what one block id of a group covers over all ranks."""
@@ -208,7 +217,9 @@ def _check_retention(config: CacheConfig) -> None:
 
 def _check_one_group(config: CacheConfig) -> None:
     block_tokens = config.block_tokens_of(GroupId(0))
-    if block_tokens != config.hash_block_tokens:
+    if config.shared_chain:
+        _require_whole_hashes(config, [block_tokens])
+    elif block_tokens != config.hash_block_tokens:
         raise config_refused(
             "hash_unit_must_equal_block",
             "with one group a hash covers what a block id covers",
@@ -217,11 +228,7 @@ def _check_one_group(config: CacheConfig) -> None:
         )
 
 
-def _check_hybrid(config: CacheConfig) -> None:
-    blocks = [config.block_tokens_of(GroupId(i)) for i in range(len(config.groups))]
-    if not config.rules.hybrid_with_context_parallel:
-        # Checked on one rank's blocks, before ranks are considered at all.
-        blocks = [spec.block_tokens for spec in config.groups]
+def _require_whole_hashes(config: CacheConfig, blocks: list[int]) -> None:
     if any(block % config.hash_block_tokens for block in blocks):
         raise config_refused(
             "block_not_multiple_of_hash_unit",
@@ -229,6 +236,14 @@ def _check_hybrid(config: CacheConfig) -> None:
             allowed=f"multiples of {config.hash_block_tokens}",
             block_tokens=blocks,
         )
+
+
+def _check_hybrid(config: CacheConfig) -> None:
+    blocks = [config.block_tokens_of(GroupId(i)) for i in range(len(config.groups))]
+    if not config.rules.hybrid_with_context_parallel:
+        # Checked on one rank's blocks, before ranks are considered at all.
+        blocks = [spec.block_tokens for spec in config.groups]
+    _require_whole_hashes(config, blocks)
     if (config.dcp > 1 or config.pcp > 1) and not _ranks_fit_groups(config):
         raise config_refused(
             "context_parallel_with_hybrid",

@@ -12,6 +12,7 @@ from kvferry.proto.group_specs import specs_of, takes_partial_loads
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, LeaseId, RequestId
 from kvferry.proto.instance_stats import InstanceStats
 from kvferry.proto.messages import InstanceInfo
+from kvferry.proto.shared_chain import hashes_per_block
 from kvferry.proto.step_messages import Source
 
 
@@ -47,11 +48,16 @@ class Reservation:
 class Instance:
     """State of one instance in one life.
 
+    `block_tokens` is what a block covers over all ranks, `hashes_per_block` how many hashes of the
+    service's chain that are, `hash_block_tokens` what one of them covers. `rules` are those of its
+    own blocks, `rules_of_hashes` those of whoever takes single hashes of the chain.
+
     `requests` holds running and loading requests; `loads` those of them whose blocks are still
     being fetched, oldest first. `sampler`, if any, follows the blocks of its pool.
 
     Raises:
-        ConfigError: a pool or groups that no cache can be made of, as `CacheConfig`.
+        ConfigError: a pool or groups that no cache can be made of, as `CacheConfig`, or blocks
+            that are no whole hashes.
 
     """
 
@@ -59,14 +65,18 @@ class Instance:
         self.info = info
         self.identity_digest = info.identity.digest()
         self.block_tokens = info.layout.virtual_block_tokens
-        self.rules = rules_of(info.identity, self.block_tokens)
+        self.hash_block_tokens = info.scheme.hash_block_tokens
+        self.hashes_per_block = hashes_per_block(self.block_tokens, self.hash_block_tokens)
+        self.rules = rules_of(info.identity, self.hash_block_tokens, self.hashes_per_block)
+        self.rules_of_hashes = rules_of(info.identity, self.hash_block_tokens, 1)
         specs = specs_of(info.identity, self.block_tokens)
         self.takes_partial_loads = takes_partial_loads(specs)
         self.manager = CacheManager(
             CacheConfig(
                 num_blocks=info.num_blocks,
                 groups=specs,
-                hash_block_tokens=self.block_tokens,
+                hash_block_tokens=self.hash_block_tokens,
+                shared_chain=True,
                 # A store has no model; no request of its own could be longer than its pool.
                 max_model_len=info.max_model_len or info.num_blocks * self.block_tokens,
                 max_in_flight_tokens=info.max_in_flight_tokens or None,

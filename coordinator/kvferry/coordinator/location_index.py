@@ -1,6 +1,8 @@
-"""Which instances hold which hash: one dictionary per identity and group, one bit per instance.
+"""Which instances hold which hash: one dictionary per class and group, one bit per instance.
 
-Fed by the events of the pools; answers the longest prefix of every instance in one pass.
+Fed by the events of the pools; answers the longest prefix of every instance in one pass per class.
+Instances of one identity whose blocks cover as many hashes of the chain are a class: they are found
+by the same hashes, the last of each block.
 
 Masks that were made alike are one object, so that the pass compares pointers, not bits: its time
 hardly depends on the number of instances.
@@ -8,25 +10,31 @@ hardly depends on the number of instances.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, reduce
+from dataclasses import dataclass, field
+from functools import cached_property, partial, reduce
 from itertools import repeat
+from math import lcm
 from operator import and_
 
 from kvferry.coordinator.pool_events import PoolEvent, Removed, Stored
 from kvferry.coordinator.prefix_rules import PrefixRule, masks_of_prefixes
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, GroupedHash, GroupId, InstanceId, pack_group
+from kvferry.proto.shared_chain import block_keys
+
+_Runs = list[tuple[int, int]]
+"""Lengths of prefixes, ascending, each with the members whose longest prefix it is, as bits."""
 
 
 class PrefixLengths(Mapping[InstanceId, int]):
-    """How many hashes, from the first without a gap, each instance holds; absent if none.
+    """How many hashes of the chain, from the first on, each instance can serve; absent if none.
 
     Decoded when it is read: whoever wants the best few does not pay for a thousand. Valid until the
     index changes.
     """
 
-    def __init__(self, runs: Sequence[tuple[int, int]], members: Mapping[int, InstanceId]) -> None:
-        """Keep `(length, mask)` pairs, lengths ascending and masks disjoint, and names of bits."""
+    def __init__(self, runs: _Runs, members: Mapping[int, InstanceId]) -> None:
+        """Keep runs, whose masks are disjoint, and the names of the bits."""
         self._runs = runs
         self._members = members
 
@@ -67,6 +75,70 @@ class _Toggle:
         return self._after
 
 
+@dataclass(slots=True)
+class _Class:
+    """Members of one identity whose blocks cover `hashes_per_block` hashes, and what they hold."""
+
+    identity_digest: bytes
+    hashes_per_block: int
+    everyone: int = 0
+    groups: dict[GroupId, dict[BlockHash, int]] = field(default_factory=dict)
+
+    def held(self, hashes: Sequence[BlockHash], group_id: GroupId) -> _Runs:
+        """Return how many blocks each member holds of a group, from the first without a gap.
+
+        Members without the first are in no run.
+        """
+        masks = self.groups.get(group_id, {})
+        runs: _Runs = []
+        keys = hashes if self.hashes_per_block == 1 else block_keys(hashes, self.hashes_per_block)
+        alive = masks.get(keys[0], 0) if keys else 0
+        if alive:
+            for length, mask in enumerate(map(masks.get, keys)):
+                if mask is alive:
+                    continue
+                held = alive & (mask or 0)
+                if held != alive:
+                    runs.append((length, alive ^ held))
+                    if not held:
+                        break
+                # The stored object where it will do: the next hashes are likely to have it too.
+                alive = mask if mask == held else held
+            else:
+                runs.append((len(keys), alive))
+        return runs
+
+    def usable(self, hashes: Sequence[BlockHash], rules: Sequence[PrefixRule]) -> _Runs:
+        """Return how many hashes each member can serve, by the rule of every group.
+
+        Only prefixes that end with a block of both sides count.
+        """
+        covered, unit = self.hashes_per_block, rules[0].unit
+        keys = block_keys(hashes, covered)
+        by_group = []
+        for group_id, rule in enumerate(rules):
+            held = self.groups.get(GroupId(group_id), {})
+            masks = [held.get(key, 0) for key in keys]
+            first_needed = partial(_first_needed_block, rule, covered)
+            by_group.append(masks_of_prefixes(masks, first_needed, self.everyone))
+        by_length = [reduce(and_, masks) for masks in zip(*by_group, strict=True)]
+        step = lcm(covered, unit) // covered
+        runs: _Runs = []
+        found = 0
+        for num_blocks in range(len(by_length) // step * step, 0, -step):
+            new = by_length[num_blocks - 1] & ~found
+            if new:
+                runs.append((num_blocks * covered, new))
+                found |= new
+        runs.reverse()
+        return runs
+
+
+def _first_needed_block(rule: PrefixRule, covered: int, num_blocks: int) -> int:
+    """Return the holder's block, of `covered` hashes each, with the first hash that is needed."""
+    return rule.first_needed(num_blocks * covered) // covered
+
+
 class LocationIndex:
     """(identity digest, group, hash) -> the instances that hold it.
 
@@ -75,16 +147,20 @@ class LocationIndex:
     """
 
     def __init__(self) -> None:
-        self._masks: dict[bytes, dict[GroupId, dict[BlockHash, int]]] = {}
+        self._classes: dict[bytes, dict[int, _Class]] = {}
         # A pool may hold one hash in several blocks. Only the copies beyond the first are counted
         # here: they are rare.
         self._extra_copies: dict[tuple[int, GroupId, BlockHash], int] = {}
-        self._digests: dict[InstanceId, bytes] = {}
+        self._class_of: dict[InstanceId, _Class] = {}
         self._numbers: dict[InstanceId, int] = {}
         self._members: dict[int, InstanceId] = {}
 
-    def join(self, instance_id: InstanceId, identity_digest: bytes) -> None:
+    def join(
+        self, instance_id: InstanceId, identity_digest: bytes, hashes_per_block: int = 1
+    ) -> None:
         """Add an instance that holds nothing yet.
+
+        Its events tell of blocks of `hashes_per_block` hashes, each under the last of them.
 
         Raises:
             InvariantError: it is a member already.
@@ -97,18 +173,25 @@ class LocationIndex:
             number += 1
         self._numbers[instance_id] = number
         self._members[number] = instance_id
-        self._digests[instance_id] = identity_digest
-        self._masks.setdefault(identity_digest, {})
+        classes = self._classes.setdefault(identity_digest, {})
+        joined = classes.setdefault(hashes_per_block, _Class(identity_digest, hashes_per_block))
+        joined.everyone |= 1 << number
+        self._class_of[instance_id] = joined
 
     def leave(self, instance_id: InstanceId) -> None:
         """Forget an instance and everything it held. Unknown instances are no error."""
         if instance_id not in self._numbers:
             return
         self._clear(instance_id)
-        digest = self._digests.pop(instance_id)
-        del self._members[self._numbers.pop(instance_id)]
-        if digest not in self._digests.values():
-            del self._masks[digest]
+        left = self._class_of.pop(instance_id)
+        number = self._numbers.pop(instance_id)
+        del self._members[number]
+        left.everyone ^= 1 << number
+        if not left.everyone:
+            classes = self._classes[left.identity_digest]
+            del classes[left.hashes_per_block]
+            if not classes:
+                del self._classes[left.identity_digest]
 
     def apply(self, instance_id: InstanceId, events: Iterable[PoolEvent]) -> None:
         """Follow what an instance's pool did.
@@ -117,7 +200,7 @@ class LocationIndex:
             InvariantError: a hash is removed that the instance does not hold.
 
         """
-        groups = self._masks[self._digests[instance_id]]
+        groups = self._class_of[instance_id].groups
         number = self._numbers[instance_id]
         toggle = _Toggle(1 << number)
         for event in events:
@@ -172,50 +255,45 @@ class LocationIndex:
     def longest_prefixes(
         self, identity_digest: bytes, hashes: Sequence[BlockHash], group_id: GroupId
     ) -> PrefixLengths:
-        """Return how many of `hashes`, from the first without a gap, each instance holds."""
-        masks = self._masks.get(identity_digest, {}).get(group_id, {})
-        runs: list[tuple[int, int]] = []
-        alive = masks.get(hashes[0], 0) if hashes else 0
-        if alive:
-            for length, mask in enumerate(map(masks.get, hashes)):
-                if mask is alive:
-                    continue
-                held = alive & (mask or 0)
-                if held != alive:
-                    runs.append((length, alive ^ held))
-                    if not held:
-                        break
-                # The stored object where it will do: the next hashes are likely to have it too.
-                alive = mask if mask == held else held
-            else:
-                runs.append((len(hashes), alive))
-        return PrefixLengths(runs, self._members)
+        """Return how many of `hashes`, from the first without a gap, each instance holds.
+
+        They are those of the whole blocks that it has within them.
+        """
+        runs: _Runs = []
+        for covered, one in self._classes.get(identity_digest, {}).items():
+            held = one.held(hashes, group_id)
+            runs += held if covered == 1 else [(length * covered, m) for length, m in held]
+        return self._prefixes(identity_digest, runs)
 
     def longest_usable(
-        self, identity_digest: bytes, hashes: Sequence[BlockHash], rules: Sequence[PrefixRule]
+        self,
+        identity_digest: bytes,
+        hashes: Sequence[BlockHash],
+        rules: Sequence[PrefixRule],
+        limit: int | None = None,
     ) -> PrefixLengths:
-        """Return how many of `hashes` each instance can serve, by the rule of every group."""
-        if len(rules) == 1 and rules[0].needs_all:
-            return self.longest_prefixes(identity_digest, hashes, FIRST_GROUP)
-        groups = self._masks.get(identity_digest, {})
-        everyone = 0
-        for number, instance_id in self._members.items():
-            if self._digests[instance_id] == identity_digest:
-                everyone |= 1 << number
-        usable = []
-        for group_id, rule in enumerate(rules):
-            held = groups.get(GroupId(group_id), {})
-            masks = [held.get(block_hash, 0) for block_hash in hashes]
-            usable.append(masks_of_prefixes(masks, rule, everyone))
-        by_length = [reduce(and_, masks) for masks in zip(*usable, strict=True)]
-        runs: list[tuple[int, int]] = []
-        found = 0
-        for length in range(len(by_length), 0, -1):
-            new = by_length[length - 1] & ~found
-            if new:
-                runs.append((length, new))
-                found |= new
-        runs.reverse()
+        """Return how many of `hashes` each instance can serve, by the rule of every group.
+
+        The rules are those of whoever goes on after the prefix, all with one unit: lengths are
+        multiples of it, and at most `limit` (None: all hashes). Where each block is needed the
+        prefix may end inside a block of the holder, which is found by a hash after its end then.
+        """
+        limit = len(hashes) if limit is None else limit
+        needs_all, unit = len(rules) == 1 and rules[0].needs_all, rules[0].unit
+        runs: _Runs = []
+        for covered, one in self._classes.get(identity_digest, {}).items():
+            if not needs_all:
+                runs += one.usable(hashes[:limit], rules)
+                continue
+            for num_blocks, mask in one.held(hashes[: -(-limit // covered) * covered], FIRST_GROUP):
+                length = min(num_blocks * covered, limit) // unit * unit
+                if length:
+                    runs.append((length, mask))
+        return self._prefixes(identity_digest, runs)
+
+    def _prefixes(self, identity_digest: bytes, runs: _Runs) -> PrefixLengths:
+        if len(self._classes.get(identity_digest, ())) > 1:
+            runs.sort()
         return PrefixLengths(runs, self._members)
 
     def copies_of(self, instance_id: InstanceId) -> dict[GroupedHash, int]:
@@ -224,14 +302,19 @@ class LocationIndex:
         return {
             pack_group(block_hash, group_id): 1
             + self._extra_copies.get((number, group_id, block_hash), 0)
-            for group_id, masks in self._masks[self._digests[instance_id]].items()
+            for group_id, masks in self._class_of[instance_id].groups.items()
             for block_hash, mask in masks.items()
             if mask >> number & 1
         }
 
     def num_keys(self) -> int:
         """Return the number of (identity, group, hash) entries."""
-        return sum(len(masks) for groups in self._masks.values() for masks in groups.values())
+        return sum(
+            len(masks)
+            for classes in self._classes.values()
+            for one in classes.values()
+            for masks in one.groups.values()
+        )
 
     def members(self) -> set[InstanceId]:
         """Return the instances in the index."""
@@ -254,7 +337,7 @@ class LocationIndex:
 
     def _clear(self, instance_id: InstanceId) -> None:
         number = self._numbers[instance_id]
-        for masks in self._masks[self._digests[instance_id]].values():
+        for masks in self._class_of[instance_id].groups.values():
             for block_hash in [held for held, mask in masks.items() if mask >> number & 1]:
                 if masks[block_hash] == 1 << number:
                     del masks[block_hash]

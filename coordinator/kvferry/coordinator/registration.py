@@ -6,8 +6,9 @@ from kvferry.proto.errors import ConfigError, MismatchError
 from kvferry.proto.identity import Identity, require_equal_identities
 from kvferry.proto.ids import GroupId
 from kvferry.proto.messages import InstanceInfo
-from kvferry.proto.placement import holdings, shape_of
+from kvferry.proto.placement import holdings, require_full_where_dealt, shape_of
 from kvferry.proto.scheme import HashScheme, require_equal_schemes
+from kvferry.proto.shared_chain import hashes_per_block
 from kvferry.proto.vllm_rules import require_vllm_starts
 
 
@@ -31,12 +32,9 @@ def check_registration(
     if expected_identity is not None:
         require_equal_identities(expected_identity, info.identity, who=who)
     _require_layout_fits(info, who)
-    if info.layout.virtual_block_tokens != scheme.hash_block_tokens:
-        raise ConfigError(
-            f"{who}: the tokens of a block and of a hash must be equal",
-            given={"virtual_block_tokens": info.layout.virtual_block_tokens},
-            allowed={"hash_block_tokens": scheme.hash_block_tokens},
-        )
+    _require_ranks_told(info, who)
+    if info.role == "store":
+        _require_hash_blocks(info, who)
     for group in info.identity.groups:
         if group.chunk_tokens is not None and group.chunk_tokens % info.layout.virtual_block_tokens:
             raise ConfigError(
@@ -81,13 +79,39 @@ def _require_layout_fits(info: InstanceInfo, who: str) -> None:
         shape_of(info.identity, GroupId(group_id)) for group_id in range(len(info.identity.groups))
     ]
     try:
+        hashes_per_block(info.layout.virtual_block_tokens, info.scheme.hash_block_tokens)
         for shape in groups:
             holdings(info.layout, shape)
         require_vllm_starts(info.layout, groups)
+        require_full_where_dealt(info.layout, groups)
     except ConfigError as error:
         raise ConfigError(
             f"{who}: {error.message}", given=error.given, allowed=error.allowed
         ) from error
+
+
+def _require_ranks_told(info: InstanceInfo, who: str) -> None:
+    for name in ("rank_addresses", "rank_pids"):
+        if len(getattr(info, name)) != info.layout.num_ranks:
+            raise ConfigError(
+                f"{who}: {name} must tell of every rank of the layout",
+                given={name: len(getattr(info, name))},
+                allowed={"num_ranks": info.layout.num_ranks},
+            )
+
+
+def _require_hash_blocks(info: InstanceInfo, who: str) -> None:
+    """Refuse a store that could not take what clients store: whole hash blocks, one by one."""
+    layout = info.layout
+    if layout.virtual_block_tokens != info.scheme.hash_block_tokens or layout.num_ranks != 1:
+        raise ConfigError(
+            f"{who}: a store has one rank, and its blocks are hash blocks",
+            given={
+                "virtual_block_tokens": layout.virtual_block_tokens,
+                "num_ranks": layout.num_ranks,
+            },
+            allowed={"virtual_block_tokens": info.scheme.hash_block_tokens, "num_ranks": 1},
+        )
 
 
 def require_same_member(known: InstanceInfo, other: InstanceInfo) -> None:

@@ -286,7 +286,9 @@ class CoordinatorService:
             self._require_identity(command.instance_id, command.identity_digest)
         for instance, num_hashes in self.state.holders(command.identity_digest, command.hashes):
             if num_hashes and command.instance_id in (None, instance.info.instance_id):
-                blocks = self.state.blocks_of_prefix(instance, command.hashes[:num_hashes])
+                blocks = self.state.blocks_of_prefix(
+                    instance, command.hashes, instance.rules_of_hashes, end=num_hashes
+                )
                 lease = self.state.lease_blocks(
                     instance, blocks, num_prefix_hashes=num_hashes, now=now, ttl_s=command.ttl_s
                 )

@@ -12,6 +12,7 @@ from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.leases import Lease, LeaseTable
 from kvferry.coordinator.location_index import LocationIndex
 from kvferry.coordinator.pool_events import Cleared, PoolEvent
+from kvferry.coordinator.prefix_rules import PrefixRule
 from kvferry.proto.errors import InvariantError, NotFoundError
 from kvferry.proto.ids import (
     BlockHash,
@@ -23,6 +24,7 @@ from kvferry.proto.ids import (
     RequestId,
 )
 from kvferry.proto.messages import Effect
+from kvferry.proto.shared_chain import block_keys, blocks_of_range
 
 # Shown from the start, so that a reader can tell "never" from "not counted".
 COUNTERS = (
@@ -86,7 +88,9 @@ class ServiceState:
         """Take a new instance in."""
         self._tell(instance.info.instance_id, [Cleared()])
         self.instances[instance.info.instance_id] = instance
-        self.index.join(instance.info.instance_id, instance.identity_digest)
+        self.index.join(
+            instance.info.instance_id, instance.identity_digest, instance.hashes_per_block
+        )
 
     def remove_instance(self, instance_id: InstanceId) -> None:
         """Forget an instance: its blocks, the leases on it and for it, and its handoffs."""
@@ -125,26 +129,31 @@ class ServiceState:
     def holders(
         self, identity_digest: bytes, hashes: tuple[BlockHash, ...]
     ) -> list[tuple[Instance, int]]:
-        """Return the instances of an identity with the blocks of the prefix that each can serve.
+        """Return the instances of an identity with the hashes of the prefix that each can serve.
 
-        Longest prefix first, then fewest requests, then id.
+        They are for whoever takes single hashes of the chain, as clients do. Longest prefix first,
+        then fewest requests, then id.
         """
         members = [i for i in self.instances.values() if i.identity_digest == identity_digest]
         if not members:
             return []
-        lengths = self.index.longest_usable(identity_digest, hashes, members[0].rules)
+        rules = members[0].rules_of_hashes
+        lengths = self.index.longest_usable(identity_digest, hashes, rules)
         found = [(instance, lengths.get(instance.info.instance_id, 0)) for instance in members]
         found.sort(key=lambda h: (-h[1], h[0].num_requests, h[0].info.instance_id))
         return found
 
     def best_peer(
-        self, instance: Instance, hashes: tuple[BlockHash, ...]
+        self, instance: Instance, hashes: tuple[BlockHash, ...], max_hashes: int
     ) -> tuple[Instance, int] | None:
-        """Return the other instance that can serve most of the prefix, and how many blocks.
+        """Return the other instance that can serve most of the prefix, and how many hashes.
 
-        Of several with as many, the one with the fewest requests, then the first by id.
+        They are whole blocks of `instance`, and at most the first `max_hashes` of `hashes`. Of
+        several with as many, the one with the fewest requests, then the first by id.
         """
-        lengths = self.index.longest_usable(instance.identity_digest, hashes, instance.rules)
+        lengths = self.index.longest_usable(
+            instance.identity_digest, hashes, instance.rules, max_hashes
+        )
         best: tuple[Instance, int] | None = None
         for instance_id, length in lengths.longest_first():
             peer = self.instances[instance_id]
@@ -155,20 +164,31 @@ class ServiceState:
         return best
 
     def blocks_of_prefix(
-        self, holder: Instance, hashes: tuple[BlockHash, ...], start: int = 0
+        self,
+        holder: Instance,
+        hashes: tuple[BlockHash, ...],
+        rules: Sequence[PrefixRule],
+        *,
+        start: int = 0,
+        end: int,
     ) -> tuple[BlockId, ...]:
-        """Return the blocks, per group one after the other, that serve `hashes` from `start` on.
+        """Return the holder's blocks that serve the hashes `[start, end)` of a chain, per group.
 
-        Those that a group's rule does not need are left out.
+        Those that a group's rule does not need are left out. The `rules` are those of whoever
+        goes on after the prefix. `hashes` reaches as far as the holder's last block, whose hash may
+        come after `end`.
 
         Raises:
             InvariantError: the pool has fewer than the location index says.
 
         """
         found: list[BlockId] = []
-        for group_id, rule in enumerate(holder.rules):
-            needed = hashes[max(start, rule.first_needed(len(hashes))) :]
-            blocks = holder.manager.pool.get_cached_prefix(needed, GroupId(group_id))
+        covered = holder.hashes_per_block
+        for group_id, rule in enumerate(rules):
+            first = max(start, rule.first_needed(end))
+            needed = blocks_of_range(first, end, covered)
+            keys = block_keys(hashes[needed.start * covered : needed.stop * covered], covered)
+            blocks = holder.manager.pool.get_cached_prefix(keys, GroupId(group_id))
             if len(blocks) != len(needed):
                 raise InvariantError(
                     f"the location index and the pool of {holder.info.instance_id} disagree",

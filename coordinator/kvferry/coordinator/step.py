@@ -142,7 +142,7 @@ def _lease_for_handoff(
     lease = state.lease_blocks(
         instance,
         tuple(instance.blocks_of(request.request_id, num_full)),
-        num_prefix_hashes=num_full,
+        num_prefix_hashes=num_full * instance.hashes_per_block,
         now=now,
         ttl_s=handoff.deadline_s - now,
         beneficiary=handoff.decode_instance,

@@ -82,9 +82,8 @@ def _check_progress(
     who = f"progress of request {progress.request_id}"
     if progress.request_id in instance.loads and progress.request_id not in ended_loads:
         raise BadInputError(f"{who}: its load has not been reported")
-    block_tokens = instance.block_tokens
     tables = instance.manager.block_table(progress.request_id)
-    slots = min(len(table) for table in tables) * block_tokens
+    slots = min(len(table) for table in tables) * instance.block_tokens
     limit = min(slots, progress.num_tokens)
     in_place = request.num_computed_tokens
     if progress.request_id in instance.loads:
@@ -95,32 +94,22 @@ def _check_progress(
             given=progress.num_computed_tokens,
             allowed=f"{in_place} to {limit} (slots {slots}, tokens {progress.num_tokens})",
         )
-    known = len(request.hashes) + len(progress.new_hashes)
-    if known != progress.num_tokens // block_tokens:
-        raise BadInputError(
-            f"{who}: one hash per full block is needed",
-            given={"hashes": known, "num_tokens": progress.num_tokens},
-            allowed=f"{progress.num_tokens // block_tokens} hashes",
-        )
+    _check_num_hashes(
+        instance, who, len(request.hashes) + len(progress.new_hashes), progress.num_tokens
+    )
     if request.content is not None:
         num_told = len(request.content.tokens) + len(progress.new_tokens)
         _check_num_told(who, num_told, progress.num_tokens)
 
 
 def _check_admission(instance: Instance, ask: AdmitAsk) -> None:
-    block_tokens = instance.block_tokens
     if not 1 <= ask.target_tokens <= ask.num_tokens:
         raise BadInputError(
             f"target_tokens of request {ask.request_id}",
             given=ask.target_tokens,
             allowed=f"1 to num_tokens = {ask.num_tokens}",
         )
-    if len(ask.hashes) != ask.num_tokens // block_tokens:
-        raise BadInputError(
-            f"request {ask.request_id}: one hash per full block is needed",
-            given={"hashes": len(ask.hashes), "num_tokens": ask.num_tokens},
-            allowed=f"{ask.num_tokens // block_tokens} hashes",
-        )
+    _check_num_hashes(instance, f"request {ask.request_id}", len(ask.hashes), ask.num_tokens)
     if ask.content is not None:
         _check_num_told(f"request {ask.request_id}", len(ask.content.tokens), ask.num_tokens)
     _check_target(instance, ask.request_id, ask.target_tokens)
@@ -129,6 +118,16 @@ def _check_admission(instance: Instance, ask: AdmitAsk) -> None:
         raise NeverFitsError(
             f"request {ask.request_id} can never fit the pool of {instance.info.instance_id}",
             given={"needed_blocks": needed, "have_blocks": instance.num_usable_blocks},
+        )
+
+
+def _check_num_hashes(instance: Instance, who: str, num_hashes: int, num_tokens: int) -> None:
+    allowed = num_tokens // instance.hash_block_tokens
+    if num_hashes != allowed:
+        raise BadInputError(
+            f"{who}: one hash per full hash block is needed",
+            given={"hashes": num_hashes, "num_tokens": num_tokens},
+            allowed=f"{allowed} hashes",
         )
 
 

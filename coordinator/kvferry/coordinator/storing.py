@@ -14,11 +14,19 @@ def reserve(state: ServiceState, instance: Instance, command: Reserve) -> Reserv
     """Reserve a block for every hash the instance does not hold, and keep those it holds.
 
     Raises:
-        BadInputError: the instance has no such group.
+        BadInputError: the instance has no such group, or its blocks are no hash blocks of one rank:
+            whoever writes one hash at one rank would not write a whole block.
         NeverFitsError: more hashes than the pool has blocks.
         BusyError: not enough free blocks now. Nothing has changed in all cases.
 
     """
+    layout = instance.info.layout
+    if instance.hashes_per_block != 1 or layout.num_ranks != 1:
+        raise BadInputError(
+            f"{instance.info.instance_id} takes no single hash blocks",
+            given={"hashes_per_block": instance.hashes_per_block, "num_ranks": layout.num_ranks},
+            allowed={"hashes_per_block": 1, "num_ranks": 1},
+        )
     if not 0 <= command.group_id < len(instance.rules):
         raise BadInputError(
             f"{instance.info.instance_id} has no such group",

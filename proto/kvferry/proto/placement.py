@@ -1,5 +1,6 @@
 """A layout with a model in it: what each rank holds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.proto.errors import ConfigError
@@ -116,6 +117,26 @@ def holdings(layout: Layout, shape: KvShape) -> tuple[Holding, ...]:
         )
         for rank, place in enumerate(places)
     )
+
+
+def require_full_where_dealt(layout: Layout, groups: Sequence[KvShape]) -> None:
+    """Refuse to deal the tokens of windows, chunks and states over ranks of their own.
+
+    Plans could be made of such a layout, but caches cannot: what a group with a window keeps is
+    told in whole blocks. What vLLM deals is `vllm_rules`' matter.
+
+    Raises:
+        ConfigError: a layout of kind grid with several token shards, and a group that is not full.
+    """
+    if layout.kind != "grid" or layout.token_shards == 1:
+        return
+    for shape in groups:
+        if shape.group_kind != "full":
+            raise ConfigError(
+                f"tokens of layers of kind {shape.group_kind} are not dealt over ranks",
+                given={"dcp": layout.dcp, "pcp": layout.pcp},
+                allowed={"kind": "full", "otherwise": "dcp 1 and pcp 1"},
+            )
 
 
 def _within(layers: tuple[int, ...], stage: range) -> range:

@@ -84,9 +84,9 @@ def test_a_later_life_replaces_the_earlier_one_with_all_it_had(fleet: Fleet) -> 
         ({"scheme": replace(SCHEME, none_hash=b"\x02" * 32)}, SchemeMismatchError, "none_hash=02"),
         ({"identity": replace(IDENTITY, head_size=16)}, IdentityMismatchError, "head_size=16"),
         (
-            {"layout": Layout(block_tokens=8)},
+            {"layout": Layout(block_tokens=6)},
             ConfigError,
-            "virtual_block_tokens=8; allowed: hash_block_tokens=4",
+            "virtual_block_tokens=6; allowed: multiples of hash_block_tokens=4",
         ),
         (
             {"layout": Layout(block_tokens=4, pp=99)},

@@ -57,6 +57,8 @@ class GroupManager(ABC):
         self.is_dealt = config.dcp * config.pcp > 1 and config.deals(spec)
         self._hash_tokens = config.hash_block_tokens
         self._ratio = max(self.block_tokens // config.hash_block_tokens, 1)
+        self._view_format = config.view_format
+        self._shares_chain = config.shared_chain
         self._retention_interval = config.retention_interval
         self._max_held_blocks = config.max_held_blocks(group_id)
         self.origin = GroupOrigin(spec.event_kind, spec.window_tokens_in_events)
@@ -265,7 +267,7 @@ class GroupManager(ABC):
     # --- for the kinds -----------------------------------------------------------------------
 
     def _view(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
-        return view_at(hashes, self._ratio, self.rules.key_format)
+        return view_at(hashes, self._ratio, self._view_format)
 
     def _ends_inside(self, ask: SlotAsk, computed: Sequence[BlockId]) -> bool:
         """Tell whether the hits end inside a block, which then must be copied before it grows."""

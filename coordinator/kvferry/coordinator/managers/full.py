@@ -71,7 +71,8 @@ class FullManager(CopyingManager):
     ) -> None:
         """Make full blocks findable, and a prompt's last block where the prompt ends in it."""
         super().cache_blocks(request, num_tokens, resume_at)
-        if self._ratio > 1 and self.rules.caches_reachable_only:
+        # Whoever shares a chain looks for the ends of whole blocks only.
+        if self._ratio > 1 and self.rules.caches_reachable_only and not self._shares_chain:
             self._cache_prompt_end(request, num_tokens)
 
     def _cache_prompt_end(self, request: RequestState, num_tokens: int) -> None:
