@@ -53,6 +53,7 @@ class EngineModel:
     running: dict[RequestId, Running] = field(default_factory=dict)
     loading: dict[RequestId, Loading] = field(default_factory=dict)
     partial_loads: bool = True
+    block_tokens: int = BLOCK_TOKENS
 
     def step(self, fleet: Fleet, name: str, does: Behaviour) -> None:
         """Report, ask, and take the reply in."""
@@ -84,7 +85,7 @@ class EngineModel:
         results = []
         for request_id, num_arrived in zip(list(self.loading), arrived, strict=False):
             load = self.loading.pop(request_id)
-            computed = min(load.hit_tokens + num_arrived * BLOCK_TOKENS, load.asked_tokens)
+            computed = min(load.hit_tokens + num_arrived * self.block_tokens, load.asked_tokens)
             error = None if computed == load.asked_tokens else "short"
             if error and not self.partial_loads:
                 computed = load.hit_tokens
@@ -139,9 +140,9 @@ class EngineModel:
         for load in reply.loads:
             used = [block for table in load.block_ids for block in table if block]
             assert len(set(used)) == len(used)
-            hit_tokens = load.num_hit_blocks * BLOCK_TOKENS
+            hit_tokens = load.num_hit_blocks * self.block_tokens
             (num_blocks,) = {len(table) for table in load.block_ids}
-            asked_tokens = num_blocks * BLOCK_TOKENS
+            asked_tokens = num_blocks * self.block_tokens
             assert hit_tokens < asked_tokens < asks[load.request_id].num_tokens
             self.loading[load.request_id] = Loading(asks[load.request_id], hit_tokens, asked_tokens)
         for scheduled in reply.scheduled:

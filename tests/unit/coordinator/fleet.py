@@ -17,6 +17,7 @@ from kvferry.proto.ids import (
     InstanceId,
     LeaseId,
     RequestId,
+    unpack_group,
 )
 from kvferry.proto.instance_stats import InstanceStats
 from kvferry.proto.messages import (
@@ -78,10 +79,13 @@ def chain(text: str) -> tuple[BlockHash, ...]:
     return tuple(BlockHash(text[: i + 1].encode().rjust(32, b"\0")) for i in range(len(text)))
 
 
-def info(name: str, num_blocks: int = 10, incarnation: int = 1, **changes: Any) -> InstanceInfo:
+def info(
+    name: str, num_blocks: int = 10, incarnation: int = 1, covers: int = 1, **changes: Any
+) -> InstanceInfo:
+    """An instance whose blocks cover so many hashes each."""
     return make_info(
         name,
-        block_tokens=BLOCK_TOKENS,
+        block_tokens=covers * BLOCK_TOKENS,
         num_blocks=num_blocks,
         incarnation=Incarnation(incarnation),
         **{"scheme": SCHEME} | changes,
@@ -89,7 +93,7 @@ def info(name: str, num_blocks: int = 10, incarnation: int = 1, **changes: Any) 
 
 
 def admit(name: str, text: str, extra_tokens: int = 1, **changes: Any) -> AdmitAsk:
-    """A request of one block per letter of `text` and `extra_tokens` (< 4) more tokens."""
+    """A request of one hash per letter of `text` and `extra_tokens` (< 4) more tokens."""
     num_tokens = len(text) * BLOCK_TOKENS + extra_tokens
     made = AdmitAsk(
         request_id=RequestId(name),
@@ -210,7 +214,7 @@ class Fleet:
         self.step(name, progress=(wrote(ask.request_id, ask.target_tokens, ask.num_tokens),))
 
     def cache(self, name: str, text: str, request: str = "seed") -> None:
-        """Leave one cached block per letter at an instance, owned by nobody."""
+        """Leave the whole blocks of a text cached at an instance, owned by nobody."""
         self.compute(name, admit(request, text, allow_remote=False))
         self.step(name, releases=(release(request),))
 
@@ -273,6 +277,13 @@ class Fleet:
     def stats(self, name: str) -> InstanceStats:
         (found,) = [i for i in self.describe().instances if i.info.instance_id == name]
         return found.stats
+
+    def leased_keys(self, lease_id: LeaseId) -> list[tuple[int, BlockHash]]:
+        """Return the group and hash of each block of a lease, in its order."""
+        (lease,) = [one for one in self.service.state.leases.live() if one.lease_id == lease_id]
+        pool = self.service.state.instance(lease.instance_id).manager.pool
+        keys = [pool.key_of(block) for block in lease.block_ids]
+        return [(group, found) for found, group in (unpack_group(key) for key in keys if key)]
 
     def num_free(self, name: str) -> int:
         return self.service.state.instance(InstanceId(name)).manager.pool.num_free_blocks

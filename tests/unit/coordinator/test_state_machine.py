@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import Counter
+from typing import ClassVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,6 +34,7 @@ behaviours = st.builds(
 
 class ServiceMachine(RuleBasedStateMachine):
     identity = IDENTITY
+    covers: ClassVar = {"a": 1, "b": 1, "c": 1}
     num_blocks = NUM_BLOCKS
 
     def __init__(self) -> None:
@@ -110,7 +112,7 @@ class ServiceMachine(RuleBasedStateMachine):
         number=st.integers(0, 3),
     )
     def store(self, name: str, text: str, written: int, end: bool, number: int) -> None:
-        if self.lives[name] == 1:
+        if self.lives[name] == 1 and self.covers[name] == 1:
             # A pool that is too full refuses and, as the checks show, changes nothing.
             with contextlib.suppress(BusyError):
                 reserved = self.fleet.reserve(name, text, number % len(self.identity.groups))
@@ -177,8 +179,16 @@ class ServiceMachine(RuleBasedStateMachine):
 
     def _register(self, name: str) -> None:
         self.lives[name] += 1
-        self.fleet.register(name, num_blocks=self.num_blocks, incarnation=self.lives[name])
-        self.engines[name] = EngineModel(partial_loads=len(self.identity.groups) == 1)
+        self.fleet.register(
+            name,
+            num_blocks=self.num_blocks,
+            incarnation=self.lives[name],
+            covers=self.covers[name],
+        )
+        self.engines[name] = EngineModel(
+            partial_loads=len(self.identity.groups) == 1,
+            block_tokens=self.covers[name] * BLOCK_TOKENS,
+        )
         self.reservations = [kept for kept in self.reservations if kept[0] != name]
 
     def _queue(self, name: str, new: list[str], remote: bool) -> None:
@@ -202,6 +212,22 @@ class HybridMachine(ServiceMachine):
     num_blocks = 4 * NUM_BLOCKS
 
 
+class MixedMachine(ServiceMachine):
+    """One group, and blocks of one hash, two and three."""
+
+    covers: ClassVar = {"a": 1, "b": 2, "c": 3}
+
+
+class MixedHybridMachine(HybridMachine):
+    """Four groups, and blocks of one hash and of two."""
+
+    covers: ClassVar = {"a": 1, "b": 2, "c": 2}
+
+
+TestMixedHybrid = MixedHybridMachine.TestCase
+TestMixedHybrid.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestMixed = MixedMachine.TestCase
+TestMixed.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
 TestHybrid = HybridMachine.TestCase
 TestHybrid.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
 TestService = ServiceMachine.TestCase
