@@ -38,7 +38,8 @@ class InstanceInfo:
     """One instance as it introduces itself.
 
     `num_blocks` includes the null block. `rank_addresses` are `host:port` of the transfer servers
-    of its ranks, rank 0 first. `max_model_len` is in tokens, 0 for a store.
+    of its ranks, rank 0 first. A virtual block of `layout` is a
+    multiple of a hash block of `scheme`. `max_model_len` is in tokens, 0 for a store.
     `max_in_flight_tokens`: most tokens of one request that are computed in one step; it bounds the
     blocks that a group with a window holds (0: not told).
     """
@@ -113,7 +114,10 @@ class Locate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """One live instance of the identity and how many of the hashes, from the first on, it holds."""
+    """One live instance of the identity and how many of the hashes, from the first on, it holds.
+
+    They are whole blocks of the instance, each found by the last hash that it covers.
+    """
 
     source: Source
     role: Role
@@ -146,7 +150,7 @@ class AcquireLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leased:
-    """The lease; `num_hashes` 0 (and no lease) when nobody holds the first hash."""
+    """The lease, on whole blocks of the source; 0 hashes and no lease when nobody holds a block."""
 
     lease_id: LeaseId | None
     source: Source | None
@@ -176,7 +180,7 @@ class Reserve:
     """A worker asks for blocks of one group for content that a client is about to store.
 
     Hashes the instance already holds are left out: `Reserved.block_ids[i]` is None for them.
-    All blocks are of one group.
+    All blocks are of one group. Instances whose blocks are no hash blocks of one rank refuse.
     """
 
     call_id: str

@@ -27,7 +27,7 @@ class Progress:
     """What was written for one request since the last report.
 
     Slots of tokens `[0, num_computed_tokens)` are written on every rank. `new_hashes` are the
-    hashes of the full blocks that exist since the last report (their tokens need not be written),
+    hashes of the full hash blocks that exist since the last report (not necessarily written),
     `new_tokens` the tokens that exist since then; only of a request that was asked in with content.
     """
 
@@ -78,7 +78,7 @@ class RunningAsk:
 class AdmitAsk:
     """A waiting request wants in.
 
-    `hashes` covers all full blocks of its `num_tokens` known tokens (prompt and, after a
+    `hashes` covers all full hash blocks of its `num_tokens` known tokens (prompt and, after a
     preemption or a move, generated ones). Tokens `[0, target_tokens)` are to be computed here.
     `resumed` marks a request that was admitted here before and lost its blocks: its tokens are
     counted apart (`InstanceStats.preempted`). `content` holds all `num_tokens` tokens, and is only
@@ -158,8 +158,11 @@ class Load:
 
     `block_ids` are the request's whole tables so far, one per group and equally long; where a
     group's table holds the null block, it needs nothing. The destination blocks are reserved and
-    not findable. The source's blocks are leased for `ttl_s` more seconds. The request joins the
-    running ones once its `LoadResult` has been reported.
+    not findable. The request joins the running ones once its `LoadResult` has been reported.
+
+    These are the taker's blocks; the source's may cover other numbers of hashes. Its blocks that
+    hold any of the positions needed are leased for `ttl_s` more seconds. With one group of full
+    attention the last of them may end after the prefix, under a later hash of the request.
     """
 
     request_id: RequestId

@@ -14,9 +14,9 @@ from kvferry.coordinator.request_state import KnownContent, RequestState
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.extra_keys import LoraKey, MultimodalItem, RequestKeys
 from kvferry.proto.hashing import merged_view
-from kvferry.proto.ids import GroupId, RequestId
+from kvferry.proto.ids import GroupId, RequestId, pack_group
 from kvferry.proto.scheme import KeyFormat
-from kvferry.proto.specs import FullSpec, MambaSpec, SinkSpec, SlidingWindowSpec
+from kvferry.proto.specs import FullSpec, MambaSpec, ProfileName, SinkSpec, SlidingWindowSpec
 
 FULL = spec_of(FullSpec)
 
@@ -142,6 +142,28 @@ def test_an_admission_leaves_the_watermark_free_beside_others_only() -> None:
 def test_a_setting_that_can_never_work_is_refused(changes: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         cache_of(FULL, **changes)
+
+
+@pytest.mark.parametrize("profile", ["0.17", "0.32"])
+def test_with_a_shared_chain_a_block_is_found_by_the_last_hash_it_covers(
+    profile: ProfileName,
+) -> None:
+    manager = cache_of(FULL, hash_block_tokens=2, shared_chain=True, profile=profile)
+    asked = request(manager, "r", list(range(11)))
+    # Where this prompt would resume is inside a block, which nobody looks for.
+    asked.num_prompt_tokens = 11
+    compute(manager, asked)
+    assert [key for key, _ in manager.pool.index_items()] == [
+        pack_group(block_hash, GroupId(0)) for block_hash in asked.hashes[1::2][:2]
+    ]
+    assert manager.get_computed_blocks(request(manager, "s", list(range(11))))[1] == 8
+
+
+def test_with_a_shared_chain_too_a_hash_must_divide_a_block() -> None:
+    with pytest.raises(
+        ConfigError, match=r"reason=block_not_multiple_of_hash_unit, .*4.*multiples of 3"
+    ):
+        cache_of(FULL, hash_block_tokens=3, shared_chain=True)
 
 
 def test_a_sink_larger_than_the_pool_is_refused() -> None:

@@ -5,6 +5,7 @@ from math import lcm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.builders import make_identity
+from tests.unit.coordinator.positions import first_needed_hash
 
 from kvferry.coordinator.location_index import LocationIndex
 from kvferry.coordinator.pool_events import Cleared, Stored
@@ -108,29 +109,16 @@ def test_a_class_is_forgotten_with_its_last_member_only() -> None:
     assert (index.num_keys(), index.members()) == (0, set())
 
 
-def first_needed_hash(group: GroupSpec, end: int, unit: int) -> int:
-    """By the tokens that the token after `end` hashes attends to."""
-    num_tokens, block_tokens = end * HASH_TOKENS, unit * HASH_TOKENS
-    last = end - unit
-    if group.kind == "full":
-        return 0
-    if group.kind == "mamba":
-        return last
-    if group.chunk_tokens is not None:
-        seen = range(num_tokens // group.chunk_tokens * group.chunk_tokens, num_tokens)
-        return seen.start // block_tokens * unit if seen else end
-    assert group.window_tokens is not None
-    seen = range(max(num_tokens - group.window_tokens + 1, 0), num_tokens)
-    return min(seen.start // block_tokens * unit, last)
-
-
 def naive_length(
     groups: tuple[GroupSpec, ...], held: list[set[int]], covered: int, unit: int, limit: int
 ) -> int:
     step = unit if groups == (FULL,) else lcm(covered, unit)
     for end in range(limit // step * step, 0, -step):
         if all(
-            {position // covered for position in range(first_needed_hash(group, end, unit), end)}
+            {
+                position // covered
+                for position in range(first_needed_hash(group, end, unit, HASH_TOKENS), end)
+            }
             <= blocks
             for group, blocks in zip(groups, held, strict=True)
         ):

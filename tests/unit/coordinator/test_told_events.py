@@ -138,3 +138,25 @@ def test_what_a_client_stores_is_told_with_what_came_before_it(fleet: Fleet) -> 
         ("ab", None),
         ("cd", chain("ab")[1]),
     ]
+
+
+def test_blocks_of_several_hashes_are_told_whole(fleet: Fleet) -> None:
+    fleet.register("w", covers=2)
+    fleet.service.take_pool_events()
+    fleet.compute("w", with_content(admit("r", "abcde", 2)))
+    ((_, (event,)),) = fleet.service.take_pool_events()
+    assert isinstance(event, Stored)
+    assert ("".join(map(last_letter, event.hashes)), event.parent) == ("bd", None)
+    assert (event.block_tokens, len(event.block_ids)) == (8, 2)
+    assert event.content == StoredContent(tuple(range(100, 116)), (("s",), None), None, None)
+    # Two more tokens fill the third block, whose parent is the last hash of the second.
+    more = replace(wrote("r", 22, 24, chain("abcdef")[-1:]), new_tokens=(7, 8))
+    fleet.step("w", progress=(more,), running=(runs("r", 24),))
+    fleet.step("w", progress=(wrote("r", 24, 24),))
+    ((_, (event,)),) = fleet.service.take_pool_events()
+    assert isinstance(event, Stored)
+    assert (event.parent, event.hashes) == (chain("abcd")[-1], chain("abcdef")[-1:])
+    assert event.content == StoredContent((*range(116, 122), 7, 8), (None,), None, None)
+    _, stored = fleet.service.pool_snapshot(InstanceId("w"))
+    assert isinstance(stored, Stored)
+    assert (stored.block_tokens, len(stored.hashes)) == (8, 3)

@@ -8,7 +8,13 @@ from kvferry.proto.errors import ConfigError
 from kvferry.proto.identity import GroupKind, GroupSpec
 from kvferry.proto.ids import GroupId
 from kvferry.proto.layout import Layout, grid, vllm
-from kvferry.proto.placement import Holding, KvShape, holdings, shape_of
+from kvferry.proto.placement import (
+    Holding,
+    KvShape,
+    holdings,
+    require_full_where_dealt,
+    shape_of,
+)
 from kvferry.proto.vllm_rules import require_vllm_starts
 
 
@@ -145,3 +151,25 @@ def test_the_shape_of_a_group_is_that_of_the_identity() -> None:
 def test_a_shape_that_cannot_be_is_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         shape(**changes)
+
+
+@pytest.mark.parametrize("kind", ["sliding_window", "chunked_local", "mamba"])
+@pytest.mark.parametrize(
+    ("layout", "given"),
+    [
+        (grid(block_tokens=4, dcp=2), "dcp=2, pcp=1"),
+        (grid(block_tokens=4, pcp=2), "dcp=1, pcp=2"),
+    ],
+)
+def test_a_grid_deals_the_tokens_of_full_attention_only(
+    kind: GroupKind, layout: Layout, given: str
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=f"tokens of layers of kind {kind} are not dealt over ranks; given: {given}",
+    ):
+        require_full_where_dealt(layout, kinds("full", kind))
+    require_full_where_dealt(layout, kinds("full", "full"))
+    # Heads and layers may be cut; and what vLLM deals is told by its own rules.
+    require_full_where_dealt(grid(block_tokens=4, tp=2, pp=2), kinds(kind))
+    require_full_where_dealt(vllm(block_tokens=4, tp=2, dcp=2), kinds(kind))
