@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import pytest
 
 from kvferry.cluster.serving.legs import EngineLink
 from kvferry.cluster.serving.pool_size import KvSize
-from kvferry.cluster.serving.rank_actor import RankActor, RankSettings
+from kvferry.cluster.serving.rank import Rank, RankSettings
+from kvferry.cluster.serving.rank_actor import RankActor
 from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
 from kvferry.cluster.serving.router import Router, RouterSettings
 from kvferry.coordinator.actor import CoordinatorActor
-from kvferry.proto.errors import InstanceDiedError, UnavailableError
+from kvferry.proto.errors import DeadlineError, InstanceDiedError, UnavailableError
 from kvferry.proto.hashing import make_scheme
 from kvferry.proto.ids import Epoch, InstanceId, RequestId
+from kvferry.proto.layout import Layout
 from kvferry.proto.messages import Command, InstanceInfo, Reply, Role
 from kvferry.proto.step_messages import Step
 
@@ -82,6 +85,39 @@ class InProcessEngine:
         return batch
 
 
+def node_host() -> str:
+    return "127.0.0.1"
+
+
+class InProcessCall:
+    """`PendingCall` over a thread of this process."""
+
+    def __init__(self, future: "Future[Any]") -> None:
+        self._future = future
+
+    def done(self, timeout_s: float) -> bool:
+        return bool(wait([self._future], timeout_s).done)
+
+    def result(self, timeout_s: float) -> Any:
+        if not self.done(timeout_s):
+            raise DeadlineError("the rank did not answer")
+        return self._future.result()
+
+
+class InProcessRank:
+    """`RankPort` into a `Rank`; `die` plays the end of its process."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self._threads = ThreadPoolExecutor(8)
+
+    def begin(self, method: str, *arguments: Any) -> InProcessCall:
+        return InProcessCall(self._threads.submit(getattr(self.rank, method), *arguments))
+
+    def die(self) -> None:
+        self.rank.stop()
+
+
 @dataclass
 class Service:
     """Coordinator and ranks in this process."""
@@ -103,7 +139,8 @@ class Service:
             "model": str(self.model),
             "dtype": "float32",
             "device": "cpu",
-            "block_tokens": BLOCK_TOKENS,
+            "layout": Layout(block_tokens=BLOCK_TOKENS),
+            "hash_block_tokens": BLOCK_TOKENS,
             "kv_size": KvSize(num_blocks=num_blocks),
             "max_model_len": None,
             "token_budget": 64,
@@ -113,11 +150,16 @@ class Service:
             "key_format": "0.32",
             "bind": "127.0.0.1",
             "insecure": False,
+            "rank_timeout_s": 10.0,
         }
         return RankSettings(**(values | changes))  # type: ignore[arg-type]
 
     def add(self, name: str, role: Role, **changes: Any) -> InstanceInfo:
-        actor = RankActor(self.settings(name, role, **changes), lambda: "127.0.0.1")
+        actor = RankActor(
+            self.settings(name, role, **changes),
+            node_host,
+            lambda settings: InProcessRank(Rank(settings, node_host)),
+        )
         self.actors.append(actor)
         self.ports[name] = InProcessCoordinator(self.coordinator)
         info = actor.start(self.ports[name])
@@ -128,9 +170,9 @@ class Service:
     def stop_transfers(self, name: str) -> None:
         """Let an instance's transfer server go; everything else of it lives on."""
         (actor,) = [a for a in self.actors if a._settings.instance_id == name]
-        assert actor._worker is not None
-        assert actor._worker._server is not None
-        actor._worker._server.stop()
+        server = actor._own.worker._server
+        assert server is not None
+        server.stop()
 
     def router(self, **settings: object) -> Router:
         first = next(iter(self.infos.values()))

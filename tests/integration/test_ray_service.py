@@ -22,6 +22,7 @@ from kvferry.cluster.control_client import ControlClient
 from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.cluster.ray_handles import get
 from kvferry.cluster.ray_launcher import RayService
+from kvferry.cluster.ray_ranks import spawn_rank
 from kvferry.cluster.serving.rank_actor import RankActor
 from kvferry.cluster.serving.requests import EngineRequest
 from kvferry.cluster.serving.router import Router, RouterSettings, Served
@@ -37,6 +38,7 @@ from kvferry.proto.errors import (
 from kvferry.proto.hashing import make_scheme
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import InstanceId, RequestId
+from kvferry.proto.layout import Layout
 from kvferry.proto.messages import Describe, Description
 from kvferry.worker.model.loading import inspect_model
 from kvferry.worker.model.sampling import SamplingParams
@@ -64,7 +66,8 @@ def config(tiny_model: Path) -> ServiceConfig:
     return ServiceConfig(
         model=str(tiny_model),
         num_decode=1,
-        block_tokens=BLOCK_TOKENS,
+        prefill_layout=Layout(block_tokens=BLOCK_TOKENS),
+        decode_layout=Layout(block_tokens=BLOCK_TOKENS),
         kv_events=KvEventsConfig(),
         sample_block_every=1,
     )
@@ -163,7 +166,7 @@ def join_by_hand(service: RayService, *, hash_seed: str = "0", **changes: Any) -
     settings = replace(service._rank_settings("decode", InstanceId("decode-9")), **changes)
     environment = {"env_vars": service._environment(1)["env_vars"] | {"PYTHONHASHSEED": hash_seed}}
     rank = ray_api.remote(num_cpus=0)(RankActor).options(runtime_env=environment)
-    actor = rank.remote(settings, ray_cluster.node_host)
+    actor = rank.remote(settings, ray_cluster.node_host, spawn_rank)
     try:
         coordinator = CoordinatorClient(service.control_address)
         get(actor.start.remote(coordinator), timeout_s=60, who="instance decode-9")
@@ -268,7 +271,7 @@ XXHASH_ROOT = make_scheme(
             {"weight_dtype": "float32", "kv_dtype": "float32"},
         ),
         (
-            {"block_tokens": 2 * BLOCK_TOKENS},
+            {"hash_block_tokens": 2 * BLOCK_TOKENS},
             SchemeMismatchError,
             {"hash_block_tokens": 2 * BLOCK_TOKENS},
             {"hash_block_tokens": BLOCK_TOKENS},
@@ -280,7 +283,7 @@ XXHASH_ROOT = make_scheme(
             {"algorithm": "sha256_cbor", "none_hash": ROOTS["0"].hex()},
         ),
     ],
-    ids=["dtype", "block_tokens", "algorithm"],
+    ids=["dtype", "hash_block_tokens", "algorithm"],
 )
 def test_b60_a_rank_that_differs_is_refused_naming_what_differs_and_no_more(
     service: RayService,

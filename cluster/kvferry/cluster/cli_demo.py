@@ -14,6 +14,7 @@ from kvferry.cluster.config import DEFAULT_KV_SIZE, ServiceConfig
 from kvferry.cluster.progress import stderr_progress
 from kvferry.cluster.serving.pool_size import KvSize, LengthLimit
 from kvferry.proto.errors import ConfigError
+from kvferry.proto.layout_text import DEFAULT_BLOCK_TOKENS, parse_layout
 from kvferry.worker.model.sampling import SamplingParams
 
 TABLE_COLUMNS = 124
@@ -30,27 +31,39 @@ kvferry demo --kv-bytes 512MiB                 pools of so many bytes
 
 kvferry demo --memory-fraction 0.25 --max-model-len auto
 
+kvferry demo --decode 1 --prefill-layout pcp=2 --decode-layout dcp=2,interleave=4
+
 kvferry demo --address auto                    on the Ray cluster this runs in (a Ray job)
 """
 
 Prefill = Annotated[int, typer.Option(help="Prefill instances.")]
 Decode = Annotated[int, typer.Option(help="Decode instances.")]
-BlockTokens = Annotated[int, typer.Option(help="Tokens per block.")]
+BlockTokens = Annotated[
+    int, typer.Option(help="Tokens per block on one rank, where a layout says none.")
+]
+PrefillLayout = Annotated[
+    str,
+    typer.Option(
+        help="How the ranks of a prefill instance share tokens, e.g. pcp=2 or "
+        "dcp=2,interleave=4,block_tokens=16; by default it has one rank."
+    ),
+]
+DecodeLayout = Annotated[str, typer.Option(help="The same of a decode instance.")]
 NumBlocks = Annotated[
     int | None,
     typer.Option(
-        help="Blocks per instance, the null block included; "
+        help="Blocks on each rank, the null block included; "
         f"{DEFAULT_KV_SIZE.num_blocks} where nothing else sizes the pool."
     ),
 ]
 KvBytes = Annotated[
     str | None,
-    typer.Option(help="Instead: bytes per instance for the KV cache, such as 512MiB or 2GB."),
+    typer.Option(help="Instead: bytes on each rank for the KV cache, such as 512MiB or 2GB."),
 ]
 MemoryFraction = Annotated[
     float | None,
     typer.Option(
-        help="Instead: fraction of the device's memory that one instance may take, model included."
+        help="Instead: fraction of the device's memory that one rank may take, model included."
     ),
 ]
 MaxModelLen = Annotated[
@@ -87,7 +100,9 @@ def demo(
     *,
     prefill: Prefill = 1,
     decode: Decode = 2,
-    block_tokens: BlockTokens = 16,
+    block_tokens: BlockTokens = DEFAULT_BLOCK_TOKENS,
+    prefill_layout: PrefillLayout = "",
+    decode_layout: DecodeLayout = "",
     num_blocks: NumBlocks = None,
     kv_bytes: KvBytes = None,
     memory_fraction: MemoryFraction = None,
@@ -115,7 +130,8 @@ def demo(
         model=model or "",
         num_prefill=prefill,
         num_decode=decode,
-        block_tokens=block_tokens,
+        prefill_layout=parse_layout(prefill_layout, block_tokens=block_tokens),
+        decode_layout=parse_layout(decode_layout, block_tokens=block_tokens),
         kv_size=_kv_size(num_blocks, kv_bytes, memory_fraction),
         max_model_len=_length_limit(max_model_len),
         hash_seed=hash_seed,

@@ -21,6 +21,9 @@ from kvferry.proto.ids import BlockHash, GroupId, InstanceId, LeaseId
 from kvferry.proto.messages import Holder, Locate, Located
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import Source
+from kvferry.worker.group_load import group_load
+from kvferry.worker.layout_pull import pull_loads
+from kvferry.worker.pull import BlockRun
 from kvferry.worker.transfer_client import TransferClient
 
 _log = logging.getLogger(__name__)
@@ -194,14 +197,21 @@ class ModelCache:
         for group_id, group in enumerate(self.identity.groups):
             placed = group.first_needed_block(num_blocks, self.block_tokens)
             while placed < num_blocks:
-                part = hashes[placed : placed + staging.num_blocks]
-                outcome = self._transfer.pull(
-                    lease.source.rank_addresses[0],
-                    [staging.run(GroupId(group_id), part)],
-                    identity=self.identity,
-                    memory=staging.memory,
+                load = group_load(
+                    hashes,
+                    GroupId(group_id),
+                    staging.block_ids(min(num_blocks - placed, staging.num_blocks)),
+                    first_block=placed,
+                    block_tokens=self.block_tokens,
+                    source_block_tokens=lease.source.layout.virtual_block_tokens,
+                    hash_block_tokens=self.block_tokens,
+                )
+                outcome = pull_loads(
+                    self._transfer,
+                    staging.memory,
+                    lease.source,
+                    [load],
                     lease_id=lease.lease_id or LeaseId(""),
-                    incarnation=lease.source.incarnation,
                     timeout_s=deadline.left_s(),
                     cancel=threading.Event(),
                 )
@@ -242,7 +252,11 @@ class ModelCache:
                         staging.fill(layers, group, sent, len(part))
                         self._transfer.store(
                             target.rank_addresses[0],
-                            staging.run(GroupId(group_id), part),
+                            BlockRun(
+                                group_id=GroupId(group_id),
+                                hashes=part,
+                                block_ids=staging.block_ids(len(part)),
+                            ),
                             identity=self.identity,
                             memory=staging.memory,
                             timeout_s=deadline.left_s(),

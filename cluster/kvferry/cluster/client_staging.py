@@ -11,11 +11,10 @@ import torch
 
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.identity import GroupSpec, Identity
-from kvferry.proto.ids import BlockHash, BlockId, GroupId
+from kvferry.proto.ids import BlockId
 from kvferry.proto.layout import Layout
 from kvferry.worker.device import open_device
 from kvferry.worker.kv_memory import KvMemory, require_pages
-from kvferry.worker.pull import BlockRun
 
 MAX_STAGING_BYTES = 64 << 20
 
@@ -39,10 +38,9 @@ class Staging:
             layout=Layout(block_tokens=block_tokens),
         )
 
-    def run(self, group_id: GroupId, hashes: Sequence[BlockHash]) -> BlockRun:
-        """Return the first blocks of the staging memory, as a group's, with these hashes."""
-        block_ids = [BlockId(index) for index in range(1, len(hashes) + 1)]
-        return BlockRun(group_id=group_id, hashes=hashes, block_ids=block_ids)
+    def block_ids(self, count: int) -> list[BlockId]:
+        """Return the first so many blocks of the staging memory."""
+        return [BlockId(index) for index in range(1, count + 1)]
 
     @torch.no_grad()
     def fill(

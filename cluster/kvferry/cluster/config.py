@@ -15,11 +15,16 @@ from kvferry.proto.kv_events_endpoint import (
     endpoint_of_rank,
     require_safe_endpoint,
 )
+from kvferry.proto.layout import Layout
+from kvferry.proto.layout_text import DEFAULT_BLOCK_TOKENS
+from kvferry.proto.messages import Role
 from kvferry.proto.scheme import Algorithm, KeyFormat
 from kvferry.proto.specs import require_one_of
+from kvferry.worker.model.computable import require_computable
 
 MAX_PORT = 65535
 MAX_DIGITS = 10
+DEFAULT_LAYOUT = Layout(block_tokens=DEFAULT_BLOCK_TOKENS)
 DEFAULT_KV_SIZE = KvSize(num_blocks=512)
 
 
@@ -89,11 +94,14 @@ class ServiceConfig:
     num_decode: int = 2
     """Decode instances."""
 
-    block_tokens: int = 16
-    """Tokens per block; also the granularity of the hash chain."""
+    prefill_layout: Layout = DEFAULT_LAYOUT
+    """How the ranks of a prefill instance share tokens."""
+
+    decode_layout: Layout = DEFAULT_LAYOUT
+    """How the ranks of a decode instance share tokens."""
 
     kv_size: KvSize = DEFAULT_KV_SIZE
-    """Size of each instance's pool."""
+    """Size of the pool, on each rank of an instance."""
 
     max_model_len: LengthLimit = None
     """Most tokens of a request: a number, `auto` (the longest that fits the pool), or the model's
@@ -132,6 +140,9 @@ class ServiceConfig:
     start_timeout_s: float = 120.0
     """Time for all actors to be placed, load the model and register."""
 
+    rank_timeout_s: float = 30.0
+    """How long the ranks of an instance wait for each other in a pass before they give it up."""
+
     kv_events: KvEventsConfig | None = None
     """Publish what every instance has cached; None publishes nothing."""
 
@@ -139,19 +150,20 @@ class ServiceConfig:
     """Follow every n-th block handed out for the residency histograms; None follows none."""
 
     def __post_init__(self) -> None:
-        _at_least(
-            self, 1, "num_prefill", "num_decode", "block_tokens", "token_budget", "max_running"
-        )
+        _at_least(self, 1, "num_prefill", "num_decode", "token_budget", "max_running")
+        require_computable(self.prefill_layout, who="prefill")
+        require_computable(self.decode_layout, who="decode")
         if self.max_model_len is not None and self.max_model_len != "auto":
             _at_least(self, 1, "max_model_len")
         if not 0 <= self.port <= MAX_PORT:
             raise ConfigError("port out of range", given=self.port, allowed=f"0 to {MAX_PORT}")
-        if not 0 < self.start_timeout_s < math.inf:
-            raise ConfigError(
-                "start_timeout_s must be positive and finite",
-                given=self.start_timeout_s,
-                allowed="> 0, in seconds",
-            )
+        for name in ("start_timeout_s", "rank_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name} must be positive and finite",
+                    given=getattr(self, name),
+                    allowed="> 0, in seconds",
+                )
         if not (_is_decimal(self.hash_seed) and int(self.hash_seed) < 1 << 32):
             # "random" would give every process another root.
             raise ConfigError(
@@ -182,6 +194,22 @@ class ServiceConfig:
     def num_instances(self) -> int:
         """Instances of all roles."""
         return self.num_prefill + self.num_decode
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all instances, a process each."""
+        ranks = self.num_prefill * self.prefill_layout.num_ranks
+        return ranks + self.num_decode * self.decode_layout.num_ranks
+
+    @property
+    def layouts(self) -> dict[Role, Layout]:
+        """The layout of each role's instances."""
+        return {"prefill": self.prefill_layout, "decode": self.decode_layout}
+
+    @property
+    def hash_block_tokens(self) -> int:
+        """Tokens of one hash: the most of which the blocks of all instances are multiples."""
+        return math.gcd(*(layout.virtual_block_tokens for layout in self.layouts.values()))
 
 
 def require_reachable_bind(bind: str, node_hosts: frozenset[str]) -> None:

@@ -4,7 +4,7 @@ Each has a real implementation, over Ray (`ray_handles`) or gRPC (`coordinator_c
 played by an object in the same process; errors are always kvferry's own.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
 from kvferry.proto.ids import RequestId
@@ -28,6 +28,29 @@ class AsyncCoordinatorPort(Protocol):
 
     async def call(self, command: Command, *, timeout_s: float) -> Reply:
         """Return the reply; errors as in `CoordinatorPort`."""
+
+
+class PendingCall(Protocol):
+    """A call of another process that is under way."""
+
+    def done(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` for its end, and tell whether it has come."""
+
+    def result(self, timeout_s: float) -> Any:
+        """Return what it returned.
+
+        Raises:
+            KvferryError: as the other process raised it.
+            InstanceDiedError: that process is gone.
+            DeadlineError: no answer within `timeout_s`.
+        """
+
+
+class RankPort(Protocol):
+    """Another rank of one's own instance: a `Rank` in a process of its own."""
+
+    def begin(self, method: str, *arguments: Any) -> PendingCall:
+        """Call a method of the rank."""
 
 
 class EnginePort(Protocol):

@@ -119,22 +119,23 @@ def node_hosts() -> frozenset[str]:
     return frozenset(node["NodeManagerAddress"] for node in ray_api.nodes() if node["Alive"])
 
 
-def reserve_bundle(
-    resources: dict[str, float], *, name: str, who: str, timeout_s: float
+def reserve_bundles(
+    bundles: list[dict[str, float]], *, name: str, who: str, timeout_s: float
 ) -> PlacementGroup:
-    """Return a placement group of one bundle, or say why there is none.
+    """Return a placement group of equal bundles, as close together as can be, or say why not.
 
     Raises:
         ResourcesError: naming what was asked, what the cluster has, and Ray's state of the group.
     """
-    group: PlacementGroup = placement_group([resources], strategy="STRICT_PACK", name=name)
+    group: PlacementGroup = placement_group(bundles, strategy="PACK", name=name)
     if group.wait(timeout_s):
         return group
+    resources = bundles[0]
     state = placement_group_table(group)["stats"]["scheduling_state"]
     remove_placement_group(group)
     raise ResourcesError(
         f"{who} could not be placed within {timeout_s:.1f} s ({state})",
-        given=_amounts(resources, resources),
+        given=f"{len(bundles)} of {_amounts(resources, resources)}",
         allowed={
             "total": _amounts(ray_api.cluster_resources(), resources),
             "free": _amounts(ray_api.available_resources(), resources),

@@ -17,7 +17,6 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvferry.cluster import naming, ray_cluster
 from kvferry.cluster.config import ServiceConfig, require_reachable_bind
@@ -31,8 +30,10 @@ from kvferry.cluster.ray_handles import (
     RayEngine,
     get,
 )
+from kvferry.cluster.ray_ranks import RankPlacement, spawn_rank
 from kvferry.cluster.serving.legs import EngineLink
-from kvferry.cluster.serving.rank_actor import RankActor, RankSettings
+from kvferry.cluster.serving.rank import RankSettings
+from kvferry.cluster.serving.rank_actor import RankActor
 from kvferry.cluster.signals import interrupts_held
 from kvferry.coordinator.control_server import ControlServer
 from kvferry.proto.errors import DeadlineError
@@ -47,7 +48,6 @@ from kvferry.worker.device import gpus_per_process
 log = logging.getLogger(__name__)
 
 remote: Any = ray.remote  # its types do not know max_concurrency
-RANK_THREADS = 8
 COORDINATOR_START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 1.0
 """Time for the ranks, and then for the coordinator, to stop by themselves before they are killed.
@@ -73,7 +73,7 @@ class RayService:
         self._service_id = naming.new_service_id()
         self.scheme: HashScheme = make_scheme(
             seed=config.hash_seed,
-            hash_block_tokens=config.block_tokens,
+            hash_block_tokens=config.hash_block_tokens,
             algorithm=config.algorithm,
             key_format=config.key_format,
         )
@@ -136,10 +136,13 @@ class RayService:
         self._start_coordinator()
         roles: list[tuple[Role, int]] = [("prefill", i) for i in range(self.config.num_prefill)]
         roles += [("decode", i) for i in range(self.config.num_decode)]
-        share = ray_cluster.cpu_share(self.config.num_instances)
+        share = ray_cluster.cpu_share(self.config.num_ranks)
         for role, index in roles:
-            self._place_rank(role, index, share, deadline)
-        progress(f"starting {len(roles)} instances: loading the model in each")
+            self._place_instance(role, index, share, deadline)
+        progress(
+            f"starting {len(roles)} instances of {self.config.num_ranks} ranks: "
+            "loading the model in each"
+        )
         coordinator = CoordinatorClient(self.control_address)
         starting = {rank.start.remote(coordinator): i for i, rank in self._ranks.items()}
         self.instances = self._all_started(starting, deadline)
@@ -179,31 +182,30 @@ class RayService:
         )
         return functools.partial(KvEventsOutlet, settings, events.hash_form, ray_cluster.node_host)
 
-    def _place_rank(self, role: Role, index: int, share: float, deadline: float) -> None:
+    def _place_instance(self, role: Role, index: int, share: float, deadline: float) -> None:
+        """Reserve a place for every rank of an instance, and make its rank 0, which makes them."""
         config = self.config
         instance_id = InstanceId(f"{role}-{index}")
         gpus = gpus_per_process(config.device)
         resources = {"CPU": share} | ({"GPU": float(gpus)} if gpus else {})
-        group = ray_cluster.reserve_bundle(
-            resources,
+        settings = self._rank_settings(role, instance_id)
+        group = ray_cluster.reserve_bundles(
+            [resources] * settings.layout.num_ranks,
             name=naming.group_name(self._service_id, instance_id),
             who=f"instance {instance_id}",
             timeout_s=max(deadline - time.monotonic(), 0.1),
         )
         self._groups.append(group)
-        actor = remote(
-            num_cpus=share,
-            num_gpus=gpus,
-            max_restarts=0,
-            max_task_retries=0,
-            max_concurrency=RANK_THREADS,
-        )(RankActor)
-        threads = max(1, (os.cpu_count() or 1) // config.num_instances)
-        self._ranks[instance_id] = actor.options(
-            name=naming.rank_name(self._service_id, instance_id, 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
-            runtime_env=self._environment(threads),
-        ).remote(self._rank_settings(role, instance_id), ray_cluster.node_host)
+        threads = max(1, (os.cpu_count() or 1) // config.num_ranks)
+        place = RankPlacement(
+            service_id=self._service_id,
+            group=group,
+            cpus=share,
+            gpus=gpus,
+            environment=self._environment(threads),
+        )
+        spawn = functools.partial(spawn_rank, place)
+        self._ranks[instance_id] = place.make(RankActor, settings, ray_cluster.node_host, spawn)
 
     def _rank_settings(self, role: Role, instance_id: InstanceId) -> RankSettings:
         config = self.config
@@ -213,7 +215,8 @@ class RayService:
             model=config.model,
             dtype=config.dtype,
             device=config.device,
-            block_tokens=config.block_tokens,
+            layout=config.layouts[role],
+            hash_block_tokens=config.hash_block_tokens,
             kv_size=config.kv_size,
             max_model_len=config.max_model_len,
             token_budget=config.token_budget,
@@ -223,6 +226,7 @@ class RayService:
             key_format=config.key_format,
             bind=config.bind,
             insecure=config.insecure,
+            rank_timeout_s=config.rank_timeout_s,
         )
 
     def _environment(self, threads: int) -> dict[str, dict[str, str]]:
@@ -277,7 +281,7 @@ def running_service(
     progress("starting a local Ray cluster" if local else f"joining Ray at {config.ray_address}")
     with (
         ray_cluster.connected(
-            config.ray_address, num_ranks=config.num_instances, namespace=naming.new_namespace()
+            config.ray_address, num_ranks=config.num_ranks, namespace=naming.new_namespace()
         ),
         RayService(config, identity) as service,
     ):

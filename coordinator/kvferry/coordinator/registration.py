@@ -4,12 +4,9 @@ from collections.abc import Iterable
 
 from kvferry.proto.errors import ConfigError, MismatchError
 from kvferry.proto.identity import Identity, require_equal_identities
-from kvferry.proto.ids import GroupId
+from kvferry.proto.layout_fit import require_layout_fits
 from kvferry.proto.messages import InstanceInfo
-from kvferry.proto.placement import holdings, require_full_where_dealt, shape_of
 from kvferry.proto.scheme import HashScheme, require_equal_schemes
-from kvferry.proto.shared_chain import hashes_per_block
-from kvferry.proto.vllm_rules import require_vllm_starts
 
 
 def check_registration(
@@ -31,7 +28,9 @@ def check_registration(
     require_equal_schemes(scheme, info.scheme, who=who)
     if expected_identity is not None:
         require_equal_identities(expected_identity, info.identity, who=who)
-    _require_layout_fits(info, who)
+    require_layout_fits(
+        info.layout, info.identity, hash_block_tokens=scheme.hash_block_tokens, who=who
+    )
     _require_ranks_told(info, who)
     if info.role == "store":
         _require_hash_blocks(info, who)
@@ -72,22 +71,6 @@ def _require_sizes(info: InstanceInfo, who: str) -> None:
             given=repr(info.max_model_len),
             allowed=f"an integer >= {shortest}",
         )
-
-
-def _require_layout_fits(info: InstanceInfo, who: str) -> None:
-    groups = [
-        shape_of(info.identity, GroupId(group_id)) for group_id in range(len(info.identity.groups))
-    ]
-    try:
-        hashes_per_block(info.layout.virtual_block_tokens, info.scheme.hash_block_tokens)
-        for shape in groups:
-            holdings(info.layout, shape)
-        require_vllm_starts(info.layout, groups)
-        require_full_where_dealt(info.layout, groups)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{who}: {error.message}", given=error.given, allowed=error.allowed
-        ) from error
 
 
 def _require_ranks_told(info: InstanceInfo, who: str) -> None:

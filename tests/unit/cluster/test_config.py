@@ -15,7 +15,6 @@ CONFIG = ServiceConfig(model="some/model")
     [
         ("num_prefill", 1),
         ("num_decode", 1),
-        ("block_tokens", 1),
         ("token_budget", 1),
         ("max_running", 1),
         ("max_model_len", 1),

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.builders import make_identity
 from transformers import AutoTokenizer
 
 from kvferry.cluster.config import ServiceConfig
@@ -22,6 +23,7 @@ from kvferry.cluster.serving.requests import Accounting, EngineRequest
 from kvferry.cluster.serving.router import Served
 from kvferry.proto.errors import ConfigError, ModelError, NeverFitsError
 from kvferry.proto.ids import InstanceId, RequestId
+from kvferry.proto.layout import Layout
 from kvferry.proto.specs import FullSpec
 from kvferry.worker.model.reference import Comparison
 from kvferry.worker.model.sampling import SamplingParams
@@ -87,25 +89,28 @@ def test_the_plan_knows_the_smallest_pool(writer: PromptWriter) -> None:
 @pytest.mark.parametrize(
     ("fits", "too_much", "allowed"),
     [
-        (KvSize(num_blocks=100), KvSize(num_blocks=101), "num_blocks <= 100, or kv_bytes <= 1009"),
-        (KvSize(kv_bytes=1009), KvSize(kv_bytes=1010), "num_blocks <= 100, or kv_bytes <= 1009"),
+        (KvSize(num_blocks=8), KvSize(num_blocks=9), "num_blocks <= 8, or kv_bytes <= 9009"),
+        (KvSize(kv_bytes=9009), KvSize(kv_bytes=9010), "num_blocks <= 8, or kv_bytes <= 9009"),
         (
-            KvSize(memory_fraction=1 / 3),
-            KvSize(memory_fraction=0.34),
-            "memory_fraction <= 0.333",
+            KvSize(memory_fraction=1 / 4),
+            KvSize(memory_fraction=0.26),
+            "memory_fraction <= 0.25",
         ),
     ],
 )
 def test_pools_larger_than_this_machine_are_refused_with_the_largest_that_fit(
     fits: KvSize, too_much: KvSize, allowed: str
 ) -> None:
-    config = ServiceConfig(model="m", kv_size=fits)
-    require_memory(config, block_bytes=10, memory_bytes=3029)
+    layout = Layout(block_tokens=16, pcp=2)
+    config = ServiceConfig(model="m", kv_size=fits, prefill_layout=layout)
+    identity, memory_bytes = make_identity(), 4 * 9009
+    assert (config.num_ranks, identity.block_bytes(16)) == (4, 1024)
+    require_memory(config, identity, memory_bytes=memory_bytes)
     config = replace(config, kv_size=too_much)
     with pytest.raises(ConfigError) as refused:
-        require_memory(config, block_bytes=10, memory_bytes=3029)
+        require_memory(config, identity, memory_bytes=memory_bytes)
     assert refused.value.allowed == allowed
-    require_memory(replace(config, ray_address="auto"), block_bytes=10, memory_bytes=3029)
+    require_memory(replace(config, ray_address="auto"), identity, memory_bytes=memory_bytes)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from kvferry.coordinator.grouping import group_layers
 from kvferry.proto.errors import ConfigError, InvariantError
 from kvferry.proto.group_specs import spec_of_group
 from kvferry.proto.identity import GroupSpec, Identity
+from kvferry.proto.layout import Layout
 from kvferry.worker.model.config import layer_groups
 
 BLOCK_TOKENS = 4
@@ -32,7 +33,7 @@ HYBRID = make_identity(
 def plan(identity: Identity = FULL, **changes: Any) -> PoolPlan:
     values: dict[str, Any] = {
         "who": "decode-0",
-        "block_tokens": BLOCK_TOKENS,
+        "layout": Layout(block_tokens=BLOCK_TOKENS),
         "token_budget": 8,
         "model_len": MODEL_LEN,
     }

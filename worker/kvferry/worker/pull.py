@@ -11,6 +11,8 @@ from kvferry.worker.frames import Frame, Header
 from kvferry.worker.selection import BlockTable
 from kvferry.worker.transfer_session import PullSession
 
+CANCELLED = "Cancelled"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRun:
@@ -28,7 +30,7 @@ class PullOutcome:
     `num_blocks_of_run`: for each run asked for, the length of its prefix that is verified and in
     place. `num_bytes`: bytes put in place, also those after the prefixes. `error` is None when
     everything asked for is there; `error_type` is the class name of the error otherwise
-    ("Cancelled" when the caller gave up).
+    (`CANCELLED` when the caller gave up).
     """
 
     num_blocks_of_run: tuple[int, ...]
@@ -36,6 +38,24 @@ class PullOutcome:
     num_checksum_failures: int = 0
     error: str | None = None
     error_type: str | None = None
+
+
+def merge_outcomes(outcomes: Sequence[PullOutcome]) -> PullOutcome:
+    """Return the outcome of one pull by several ranks: a block counts where all of them have it.
+
+    Of several errors, that of the first rank that was not told to stop.
+    """
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    failed.sort(key=lambda outcome: outcome.error_type == CANCELLED)
+    return PullOutcome(
+        num_blocks_of_run=tuple(
+            min(counts) for counts in zip(*(o.num_blocks_of_run for o in outcomes), strict=True)
+        ),
+        num_bytes=sum(outcome.num_bytes for outcome in outcomes),
+        num_checksum_failures=sum(outcome.num_checksum_failures for outcome in outcomes),
+        error=failed[0].error if failed else None,
+        error_type=failed[0].error_type if failed else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

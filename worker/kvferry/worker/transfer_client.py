@@ -19,6 +19,7 @@ from kvferry.worker.frames import Frame, Header, places_of, plan_frames
 from kvferry.worker.grpc_errors import error_of_call
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.pull import (
+    CANCELLED,
     BlockRun,
     PartOutcome,
     PartRun,
@@ -315,7 +316,7 @@ def _error_of(pull: Callable[[], None]) -> tuple[str | None, str | None]:
     try:
         pull()
     except _CancelledError:
-        return "the pull was cancelled", "Cancelled"
+        return "the pull was cancelled", CANCELLED
     except KvferryError as failure:
         return str(failure), type(failure).__name__
     return None, None

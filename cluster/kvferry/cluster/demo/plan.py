@@ -12,6 +12,7 @@ from kvferry.proto.errors import ConfigError
 from kvferry.proto.group_specs import specs_of
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import RequestId
+from kvferry.proto.layout import Layout
 from kvferry.worker.model.sampling import SamplingParams
 
 EXTRA_MAX_TOKENS = 2
@@ -49,8 +50,10 @@ def require_all_fit(requests: tuple[EngineRequest, ...], limits: Limits) -> None
         require_fits(request, limits)
 
 
-def planned_pool(config: ServiceConfig, identity: Identity, model_len: int) -> PoolPlan | None:
-    """Return the pool that every instance will have; None where only measuring can tell.
+def planned_pool(
+    config: ServiceConfig, layout: Layout, identity: Identity, model_len: int
+) -> PoolPlan | None:
+    """Return the pool that instances of a layout will have; None where only measuring can tell.
 
     `model_len` is the number of tokens that the model has positions for.
 
@@ -63,7 +66,7 @@ def planned_pool(config: ServiceConfig, identity: Identity, model_len: int) -> P
     return plan_pool(
         identity,
         who="each instance",
-        block_tokens=config.block_tokens,
+        layout=layout,
         token_budget=config.token_budget,
         model_len=model_len,
         max_model_len=config.max_model_len,
@@ -72,25 +75,25 @@ def planned_pool(config: ServiceConfig, identity: Identity, model_len: int) -> P
     )
 
 
-def limits_of(config: ServiceConfig, identity: Identity, pool: PoolPlan) -> Limits:
-    """Return what an engine with this pool can take."""
+def limits_of(config: ServiceConfig, layout: Layout, identity: Identity, pool: PoolPlan) -> Limits:
+    """Return what an engine of this layout with this pool can take."""
     return Limits(
         num_blocks=pool.num_blocks,
-        block_tokens=config.block_tokens,
+        block_tokens=layout.virtual_block_tokens,
         max_model_len=pool.max_model_len,
         token_budget=config.token_budget,
         max_running=config.max_running,
-        specs=specs_of(identity, config.block_tokens),
+        specs=specs_of(identity, layout.virtual_block_tokens),
         policy=config.policy,
     )
 
 
-def require_memory(config: ServiceConfig, *, block_bytes: int, memory_bytes: int) -> None:
-    """Refuse pools that this machine's memory cannot hold, when all instances are to run on it.
+def require_memory(config: ServiceConfig, identity: Identity, *, memory_bytes: int) -> None:
+    """Refuse pools that this machine's memory cannot hold, when all ranks are to run on it.
 
     Args:
         config: of the service.
-        block_bytes: bytes of one block over all layers.
+        identity: of the model.
         memory_bytes: of this machine.
 
     Raises:
@@ -98,22 +101,23 @@ def require_memory(config: ServiceConfig, *, block_bytes: int, memory_bytes: int
     """
     if config.ray_address != "local":
         return
-    size, num_instances = config.kv_size, config.num_instances
+    size, num_ranks = config.kv_size, config.num_ranks
     if size.memory_fraction is not None:
-        each = math.floor(1000 / num_instances) / 1000
-        if size.memory_fraction * num_instances > 1:
+        each = math.floor(1000 / num_ranks) / 1000
+        if size.memory_fraction * num_ranks > 1:
             raise ConfigError(
-                f"{num_instances} instances on one machine cannot take such a part of it each",
+                f"{num_ranks} ranks on one machine cannot take such a part of it each",
                 given={"memory_fraction": size.memory_fraction},
                 allowed=f"memory_fraction <= {each:g}",
             )
         return
+    block_bytes = max(identity.block_bytes(one.block_tokens) for one in config.layouts.values())
     pool_bytes = size.kv_bytes or (size.num_blocks or 0) * block_bytes
-    if pool_bytes * num_instances > memory_bytes:
-        each_bytes = memory_bytes // num_instances
+    if pool_bytes * num_ranks > memory_bytes:
+        each_bytes = memory_bytes // num_ranks
         raise ConfigError(
-            f"the pools of {num_instances} instances do not fit this machine",
-            given={"kv_bytes": pool_bytes * num_instances, "memory_bytes": memory_bytes},
+            f"the pools of {num_ranks} ranks do not fit this machine",
+            given={"kv_bytes": pool_bytes * num_ranks, "memory_bytes": memory_bytes},
             allowed=f"num_blocks <= {each_bytes // block_bytes}, or kv_bytes <= {each_bytes}",
         )
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from kvferry.cluster.demo.conversation import Turn
 from kvferry.cluster.demo.serve import ExtraTimings
 from kvferry.cluster.serving.router import Served
+from kvferry.proto.layout_text import layout_text
 from kvferry.proto.messages import InstanceInfo
 from kvferry.worker.model.reference import Comparison
 
@@ -49,6 +50,7 @@ def to_json(result: DemoResult) -> dict[str, Any]:
             {
                 "id": info.instance_id,
                 "role": info.role,
+                "layout": layout_text(info.layout),
                 "num_blocks": info.num_blocks,
                 "block_bytes": info.identity.block_bytes(info.layout.block_tokens),
                 "max_model_len": info.max_model_len,

@@ -22,6 +22,7 @@ from kvferry.cluster.progress import Progress
 from kvferry.cluster.ray_launcher import RayService, running_service
 from kvferry.cluster.serving.pool_size import PoolPlan, pool_of
 from kvferry.cluster.serving.router import Router, RouterSettings, Served
+from kvferry.proto.layout_fit import require_layout_fits
 from kvferry.proto.messages import InstanceInfo
 from kvferry.worker import host_memory
 from kvferry.worker.model.loading import inspect_model
@@ -49,17 +50,22 @@ def run_demo(config: ServiceConfig, settings: DemoSettings, progress: Progress) 
     facts = inspect_model(config.model, dtype=config.dtype)
     writer = PromptWriter(facts.tokenizer, facts.eos_token_ids)
     longest = tuple(longest_requests(turns, writer, settings.sampling))
-    pool = planned_pool(config, facts.identity, facts.max_model_len)
-    if pool is not None:
-        require_all_fit(longest, limits_of(config, facts.identity, pool))
-    block_bytes = facts.identity.block_bytes(config.block_tokens)
-    require_memory(config, block_bytes=block_bytes, memory_bytes=host_memory.total_bytes())
+    for role, layout in config.layouts.items():
+        require_layout_fits(
+            layout, facts.identity, hash_block_tokens=config.hash_block_tokens, who=role
+        )
+        pool = planned_pool(config, layout, facts.identity, facts.max_model_len)
+        if pool is not None:
+            require_all_fit(longest, limits_of(config, layout, facts.identity, pool))
+    require_memory(config, facts.identity, memory_bytes=host_memory.total_bytes())
     with running_service(config, facts.identity, progress) as service:
-        pools = [_tell_instance(launched.info, progress) for launched in service.instances]
-        progress(f"control front at {service.control_address}")
         # Measured pools differ, and any instance may get any request.
-        limits = limits_of(config, facts.identity, min(pools, key=lambda one: one.num_blocks))
-        require_all_fit(longest, limits)
+        limits = []
+        for launched in service.instances:
+            pool = _tell_instance(launched.info, progress)
+            limits.append(limits_of(config, launched.info.layout, facts.identity, pool))
+            require_all_fit(longest, limits[-1])
+        progress(f"control front at {service.control_address}")
 
         async def conversation() -> tuple[tuple[Served, ...], ExtraTimings | None]:
             async with _router(service) as router:
@@ -77,7 +83,7 @@ def run_demo(config: ServiceConfig, settings: DemoSettings, progress: Progress) 
         served=served,
         comparisons=check_outputs(str(facts.folder), config.dtype, served, progress),
         extra=extra,
-        min_num_blocks=min_num_blocks(longest, limits),
+        min_num_blocks=max(min_num_blocks(longest, one) for one in limits),
     )
 
 

@@ -120,6 +120,7 @@ class Engine:
         self._loads_ended: deque[tuple[LoadResult, int]] = deque()
         self._cancels: dict[RequestId, threading.Event] = {}
         self._stopping = False
+        self._failure: KvferryError | None = None
         self._in_flight: set[RequestId] = set()
         self._num_steps = 0
         self._asking: Future[StepReply] | None = None
@@ -163,6 +164,12 @@ class Engine:
         """Return news from `since_seq` on, waiting up to `wait_s`; earlier news is forgotten."""
         return self._outbox.take(since_seq, wait_s)
 
+    def fail(self, error: KvferryError) -> None:
+        """End the loop with an error, as if it had met it: the instance cannot go on."""
+        with self._wake:
+            self._failure = error
+            self._wake.notify_all()
+
     def stop(self, timeout_s: float) -> None:
         """End the loop and its loads; requests in flight get no further news."""
         with self._wake:
@@ -185,6 +192,8 @@ class Engine:
             self._outbox.fail(f"{type(error).__name__}: {error}")
 
     def _advance(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         if self._asking is not None and self._asking.done():
             self._take_reply(self._asking.result())
         if self._asking is None:
@@ -320,5 +329,5 @@ class Engine:
 
     def _pause(self, timeout_s: float) -> None:
         with self._wake:
-            if not (self._inbox or self._loads_ended or self._stopping):
+            if not (self._inbox or self._loads_ended or self._stopping or self._failure):
                 self._wake.wait(timeout_s)

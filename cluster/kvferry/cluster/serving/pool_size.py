@@ -7,6 +7,7 @@ from kvferry.coordinator.sizing import CacheOptions, WorkerMemory, plan_cache
 from kvferry.proto.errors import ConfigError, InvariantError
 from kvferry.proto.group_specs import spec_of_group
 from kvferry.proto.identity import Identity
+from kvferry.proto.layout import Layout
 from kvferry.proto.messages import InstanceInfo
 from kvferry.proto.specs import RequestLimits
 
@@ -19,9 +20,9 @@ class KvSize:
     """How an instance's pool is sized: exactly one of three.
 
     `num_blocks`: so many blocks, the null block included. `kv_bytes`: as many blocks as so many
-    bytes hold. `memory_fraction`: the share of the device's memory that the whole instance may
-    take; what it was measured to take beside the pool is taken off. Instances that share a device
-    share its memory, so their fractions have to add up to 1 at most.
+    bytes hold. `memory_fraction`: the share of its device's memory that each rank may take; what it
+    was measured to take beside the pool is taken off. Ranks that share a device share its memory,
+    so their fractions have to add up to 1 at most. All are of each rank.
 
     Raises:
         ConfigError: none or several are given, or a value is out of range.
@@ -58,7 +59,7 @@ class KvSize:
 class PoolPlan:
     """A pool and the requests it is for.
 
-    `num_blocks` includes the null block; `block_bytes` is what one takes in all layers.
+    `num_blocks` includes the null block; `block_bytes` is what one takes in a rank's layers.
     `max_model_len`: tokens that a request may have; of a pool of a given number of blocks that may
     be more than fit, and then each request is checked by itself. `fitting_tokens`: tokens up to
     which every request fits; `concurrency`: how many requests of that length fit at once.
@@ -81,7 +82,7 @@ def plan_pool(
     identity: Identity,
     *,
     who: str,
-    block_tokens: int,
+    layout: Layout,
     token_budget: int,
     model_len: int,
     max_model_len: LengthLimit = None,
@@ -96,12 +97,12 @@ def plan_pool(
     Args:
         identity: of the model; its groups are those that `kvferry.coordinator.grouping` makes.
         who: the instance, for errors.
-        block_tokens: tokens of a block.
+        layout: of the instance; every rank holds all layers and heads.
         token_budget: tokens of a forward pass.
         model_len: tokens that the model has positions for.
         max_model_len: tokens that a request is to be bounded to.
         num_blocks: null block included.
-        kv_bytes: bytes for KV; without any (or less than none) the pool is refused.
+        kv_bytes: bytes for KV on each rank; without any (or less than none) the pool is refused.
 
     Raises:
         ConfigError: one request of the greatest length does not fit (`allowed` has the longest that
@@ -115,8 +116,11 @@ def plan_pool(
         )
     longest = max_model_len if isinstance(max_model_len, int) else model_len
     checked_one_by_one = num_blocks is not None and max_model_len is None
+    # As if one device had the memory of all ranks that tokens are dealt over.
     memory = WorkerMemory(
-        name=who, layers=_layers(identity, block_tokens), available_bytes=kv_bytes
+        name=who,
+        layers=_layers(identity, layout.virtual_block_tokens),
+        available_bytes=kv_bytes * layout.token_shards,
     )
     options = CacheOptions(
         limits=RequestLimits(max_model_len=longest, max_in_flight_tokens=token_budget),
@@ -134,7 +138,7 @@ def plan_pool(
         )
     return PoolPlan(
         num_blocks=plan.num_blocks,
-        block_bytes=identity.block_bytes(block_tokens),
+        block_bytes=identity.block_bytes(layout.block_tokens),
         max_model_len=model_len if checked_one_by_one else plan.max_model_len,
         fitting_tokens=plan.max_model_len,
         concurrency=plan.concurrency,
@@ -146,7 +150,7 @@ def pool_of(info: InstanceInfo) -> PoolPlan:
     return plan_pool(
         info.identity,
         who=info.instance_id,
-        block_tokens=info.layout.block_tokens,
+        layout=info.layout,
         token_budget=info.max_in_flight_tokens,
         model_len=info.max_model_len,
         num_blocks=info.num_blocks,

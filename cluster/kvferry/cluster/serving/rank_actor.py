@@ -1,67 +1,44 @@
-"""One rank of an engine instance: model, KV tensors, transfer server and engine loop in a process.
+"""Rank 0 of an engine instance: it starts the other ranks, registers, and runs the engine loop.
 
-A plain class; the launcher wraps it with Ray. It composes the worker (bytes) and the engine
-(queues), and registers the instance with the coordinator.
+A plain class; the launcher wraps it with Ray. The other ranks are its own: they are made by it and
+end with it.
 """
 
 import logging
 import os
-import sys
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import version
+from typing import Any
 
-import torch
-
-from kvferry.cluster.ports import CoordinatorPort
+from kvferry.cluster.ports import CoordinatorPort, PendingCall, RankPort
+from kvferry.cluster.serving.all_ranks import AllRanks
 from kvferry.cluster.serving.engine import Engine
-from kvferry.cluster.serving.limits import Limits, Policy
-from kvferry.cluster.serving.pool_size import KvSize, LengthLimit, PoolPlan, plan_pool
+from kvferry.cluster.serving.limits import Limits
+from kvferry.cluster.serving.pool_size import PoolPlan
+from kvferry.cluster.serving.rank import OpenOrder, Rank, RankOpened, RankSettings
 from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
-from kvferry.cluster.serving.sequence import Run
-from kvferry.coordinator.sizing import kv_cache_bytes
-from kvferry.proto.bind import reachable_address
-from kvferry.proto.errors import ConfigError
+from kvferry.proto.errors import ConfigError, KvferryError, UnavailableError
 from kvferry.proto.group_specs import specs_of
 from kvferry.proto.hashing import make_scheme
-from kvferry.proto.ids import Incarnation, InstanceId, RequestId
-from kvferry.proto.layout import Layout
-from kvferry.proto.messages import InstanceInfo, Registered, RegisterInstance, Role, expect
-from kvferry.proto.scheme import Algorithm, HashScheme, KeyFormat
-from kvferry.worker.device import Device, open_device
-from kvferry.worker.kv_memory import KvMemory
-from kvferry.worker.model.loading import LoadedModel, load_model
-from kvferry.worker.model.profiling import non_kv_peak_bytes
-from kvferry.worker.model.runner import ModelRunner, SequenceSlice
-from kvferry.worker.model.sampling import sample
-from kvferry.worker.service import WorkerService
+from kvferry.proto.ids import Incarnation, RequestId
+from kvferry.proto.messages import InstanceInfo, Registered, RegisterInstance, expect
+from kvferry.proto.scheme import HashScheme
+from kvferry.worker.model.sharded_group import MeetingPoint
 
 log = logging.getLogger(__name__)
 
+START_TIMEOUT_S = 600.0
+"""Bounds what rank 0 waits for while ranks load and open; the launcher gives up far earlier."""
+
 REGISTER_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 0.5
+WATCH_S = 3600.0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSettings:
-    """What a rank is told by the launcher; sizes in tokens where nothing else is said."""
-
-    instance_id: InstanceId
-    role: Role
-    model: str
-    dtype: str
-    device: str
-    block_tokens: int
-    kv_size: KvSize
-    max_model_len: LengthLimit
-    token_budget: int
-    max_running: int
-    policy: Policy
-    algorithm: Algorithm
-    key_format: KeyFormat
-    bind: str
-    insecure: bool
+SpawnRank = Callable[[RankSettings], RankPort]
+"""Starts a process that plays a `Rank`."""
 
 
 def scheme_of_this_process(settings: RankSettings) -> HashScheme:
@@ -79,74 +56,71 @@ def scheme_of_this_process(settings: RankSettings) -> HashScheme:
         )
     return make_scheme(
         seed=seed,
-        hash_block_tokens=settings.block_tokens,
+        hash_block_tokens=settings.hash_block_tokens,
         algorithm=settings.algorithm,
         key_format=settings.key_format,
     )
 
 
 class RankActor:
-    """One engine rank. Nothing happens before `start`, so construction cannot fail."""
+    """Nothing happens before `start`, so construction cannot fail.
 
-    def __init__(self, settings: RankSettings, node_host: Callable[[], str]) -> None:
+    Args:
+        settings: of rank 0.
+        node_host: returns the address by which other machines reach this one.
+        spawn: starts the other ranks, where the layout has some.
+    """
+
+    def __init__(
+        self, settings: RankSettings, node_host: Callable[[], str], spawn: SpawnRank
+    ) -> None:
         self._settings = settings
-        self._node_host = node_host
-        self._worker: WorkerService | None = None
+        self._spawn = spawn
+        self._own = Rank(settings, node_host)
+        self._others: list[RankPort] = []
+        self._meeting: MeetingPoint | None = None
         self._engine: Engine | None = None
 
     def start(self, coordinator: CoordinatorPort) -> InstanceInfo:
-        """Load the model, open the transfer server, register and start the loop.
+        """Load the model on every rank, open their transfer servers, register, start the loop.
 
         Raises:
             ModelError: the model cannot be loaded.
-            ConfigError: sizes or the environment are wrong, or the memory is too small.
+            ConfigError: sizes, layout or the environment are wrong, or the memory is too small.
             MismatchError: the coordinator refused the registration.
+            InstanceDiedError, UnavailableError: a rank ended meanwhile.
         """
         settings = self._settings
-        logging.basicConfig(stream=sys.stderr, level=logging.INFO)
         scheme = scheme_of_this_process(settings)
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        loaded = load_model(settings.model, dtype=settings.dtype)
-        device = open_device(settings.device)
-        torch.nn.Module.to(loaded.model, device.name)
-        pool = _plan_pool(settings, loaded, device)
-        memory = KvMemory(
-            device,
-            loaded.identity,
-            num_blocks=pool.num_blocks,
-            layout=Layout(block_tokens=settings.block_tokens),
-        )
-        incarnation = Incarnation(time.time_ns())
-        worker = WorkerService(incarnation=incarnation, memory=memory)
-        self._worker = worker
-        info = InstanceInfo(
-            instance_id=settings.instance_id,
-            role=settings.role,
-            incarnation=incarnation,
-            identity=loaded.identity,
-            scheme=scheme,
-            layout=Layout(block_tokens=settings.block_tokens),
-            num_blocks=pool.num_blocks,
-            rank_addresses=(self._serve(worker),),
-            max_model_len=pool.max_model_len,
-            max_in_flight_tokens=settings.token_budget,
-            rank_pids=(os.getpid(),),
-            version=version("kvferry"),
-        )
+        self._others = [
+            self._spawn(replace(settings, rank=rank))
+            for rank in range(1, settings.layout.num_ranks)
+        ]
+        loading = self._begin("load")
+        pools: list[PoolPlan] = [self._own.load(), *_results(loading)]
+        # Every block id must be there on every rank.
+        pool = min(pools, key=lambda one: one.num_blocks)
+        info = self._open(pool, scheme)
         registered = self._register(coordinator, info)
-        self._engine = Engine(
+        ranks = AllRanks(self._own, self._others, pass_timeout_s=settings.rank_timeout_s)
+        engine = Engine(
             instance_id=settings.instance_id,
-            incarnation=incarnation,
+            incarnation=info.incarnation,
             epoch=registered.epoch,
             limits=_limits(settings, info),
             scheme=scheme,
-            eos_token_ids=frozenset(loaded.eos_token_ids),
+            eos_token_ids=frozenset(self._own.loaded.eos_token_ids),
             coordinator=coordinator,
-            mover=worker,
-            forward=_Forward(loaded, memory, settings.block_tokens),
+            mover=ranks,
+            forward=ranks.forward,
             tells_content=registered.wants_content,
         )
-        self._engine.start()
+        self._engine = engine
+        engine.start()
+        for rank, waiting in enumerate(self._begin("wait_until_stopped"), start=1):
+            threading.Thread(
+                target=_watch, args=(engine, rank, waiting), name="kvferry-watch", daemon=True
+            ).start()
         return info
 
     def submit(self, request: EngineRequest) -> None:
@@ -162,16 +136,46 @@ class RankActor:
         return self._started().outputs(since_seq, wait_s)
 
     def stop(self) -> None:
-        """End loop and server; may be called at any time and more than once."""
+        """End loop and servers on every rank; may be called at any time and more than once."""
         if self._engine is not None:
             self._engine.stop(STOP_TIMEOUT_S)
-        if self._worker is not None:
-            self._worker.stop()
+        stopping = self._begin("stop")
+        self._own.stop()
+        for call in stopping:
+            call.done(STOP_TIMEOUT_S)
 
-    def _serve(self, worker: WorkerService) -> str:
+    def _open(self, pool: PoolPlan, scheme: HashScheme) -> InstanceInfo:
         settings = self._settings
-        address = worker.serve(bind=settings.bind, port=0, insecure=settings.insecure)
-        return reachable_address(address, self._node_host)
+        self._meeting = meeting = self._own.meeting_point() if self._others else None
+        order = OpenOrder(
+            num_blocks=pool.num_blocks,
+            incarnation=Incarnation(time.time_ns()),
+            meeting_address=meeting.address if meeting is not None else "",
+        )
+        opening = self._begin("open", order)
+        opened = [self._open_own(order, opening), *_results(opening)]
+        return InstanceInfo(
+            instance_id=settings.instance_id,
+            role=settings.role,
+            incarnation=order.incarnation,
+            identity=self._own.loaded.identity,
+            scheme=scheme,
+            layout=settings.layout,
+            num_blocks=pool.num_blocks,
+            rank_addresses=tuple(one.address for one in opened),
+            max_model_len=pool.max_model_len,
+            max_in_flight_tokens=settings.token_budget,
+            rank_pids=tuple(one.pid for one in opened),
+            version=version("kvferry"),
+        )
+
+    def _open_own(self, order: OpenOrder, opening: list[PendingCall]) -> RankOpened:
+        try:
+            return self._own.open(order)
+        except UnavailableError:
+            # Somebody did not come: if that one can say why, it shall be heard.
+            _results(opening)
+            raise
 
     def _register(self, coordinator: CoordinatorPort, info: InstanceInfo) -> Registered:
         command = RegisterInstance(
@@ -179,71 +183,39 @@ class RankActor:
         )
         return expect(coordinator.call(command, timeout_s=REGISTER_TIMEOUT_S), Registered)
 
+    def _begin(self, method: str, *arguments: Any) -> list[PendingCall]:
+        return [other.begin(method, *arguments) for other in self._others]
+
     def _started(self) -> Engine:
         if self._engine is None:
             raise ConfigError(f"instance {self._settings.instance_id} has not been started")
         return self._engine
 
 
-def _plan_pool(settings: RankSettings, loaded: LoadedModel, device: Device) -> PoolPlan:
-    """Plan the rank's pool; only a fraction of the memory needs measuring."""
-    kv_bytes = settings.kv_size.kv_bytes or 0
-    if settings.kv_size.memory_fraction is not None:
-        total_bytes = device.total_bytes()
-        peak_bytes = non_kv_peak_bytes(
-            loaded,
-            device,
-            block_tokens=settings.block_tokens,
-            token_budget=settings.token_budget,
-            max_running=settings.max_running,
-        )
-        log.info("%d of %d bytes are taken beside the KV cache", peak_bytes, total_bytes)
-        kv_bytes = kv_cache_bytes(total_bytes, settings.kv_size.memory_fraction, peak_bytes)
-    return plan_pool(
-        loaded.identity,
-        who=settings.instance_id,
-        block_tokens=settings.block_tokens,
-        token_budget=settings.token_budget,
-        model_len=loaded.max_model_len,
-        max_model_len=settings.max_model_len,
-        num_blocks=settings.kv_size.num_blocks,
-        kv_bytes=kv_bytes,
-    )
+def _results(calls: list[PendingCall]) -> list[Any]:
+    return [call.result(START_TIMEOUT_S) for call in calls]
+
+
+def _watch(engine: Engine, rank: int, waiting: PendingCall) -> None:
+    """Let the engine fail when a rank ends, whenever that is."""
+    while not waiting.done(WATCH_S):
+        pass
+    try:
+        waiting.result(0.0)
+        error: KvferryError = UnavailableError("it was stopped")
+    except KvferryError as ended:
+        error = ended
+    engine.fail(UnavailableError(f"rank {rank} of the instance is gone: {error}"))
 
 
 def _limits(settings: RankSettings, info: InstanceInfo) -> Limits:
+    block_tokens = info.layout.virtual_block_tokens
     return Limits(
         num_blocks=info.num_blocks,
-        block_tokens=settings.block_tokens,
+        block_tokens=block_tokens,
         max_model_len=info.max_model_len,
         token_budget=settings.token_budget,
         max_running=settings.max_running,
-        specs=specs_of(info.identity, settings.block_tokens),
+        specs=specs_of(info.identity, block_tokens),
         policy=settings.policy,
     )
-
-
-class _Forward:
-    """Runs slices through the model and samples where a token is wanted."""
-
-    def __init__(self, loaded: LoadedModel, memory: KvMemory, block_tokens: int) -> None:
-        self._runner = ModelRunner(loaded, memory.layers, block_tokens)
-
-    def __call__(self, runs: tuple[Run, ...]) -> dict[RequestId, int]:
-        logits = self._runner.forward(
-            [
-                SequenceSlice(
-                    token_ids=run.token_ids,
-                    start_position=run.start_position,
-                    block_tables=run.block_tables,
-                )
-                for run in runs
-            ]
-        )
-        return {
-            run.request.request_id: sample(
-                row, run.request.sampling, position=run.start_position + len(run.token_ids)
-            )
-            for run, row in zip(runs, logits, strict=True)
-            if run.sample
-        }

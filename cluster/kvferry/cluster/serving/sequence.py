@@ -8,6 +8,7 @@ from kvferry.cluster.serving.requests import Accounting, EngineRequest
 from kvferry.proto.hashing import HashChain
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, RequestId
 from kvferry.proto.scheme import HashScheme
+from kvferry.proto.shared_chain import hashes_per_block
 from kvferry.proto.step_messages import Progress, RequestContent
 
 Origin = Literal["local", "remote", "computed"]
@@ -47,6 +48,7 @@ class Sequence:
     ) -> None:
         self.request = request
         self._block_tokens = block_tokens
+        self._hashes_per_block = hashes_per_block(block_tokens, scheme.hash_block_tokens)
         self._tokens = [*request.prompt_token_ids, *request.output_token_ids]
         self.chain = HashChain(scheme, request.keys)
         self.chain.extend(self._tokens)
@@ -138,8 +140,9 @@ class Sequence:
         """Yield the blocks that became completely written since a computed-token count."""
         first = num_computed_before // self._block_tokens
         for index in range(first, self.num_computed_tokens // self._block_tokens):
+            block_hash = self.chain.hashes[(index + 1) * self._hashes_per_block - 1]
             for group_id, table in enumerate(self.block_tables):
-                yield WrittenBlock(GroupId(group_id), self.chain.hashes[index], table[index])
+                yield WrittenBlock(GroupId(group_id), block_hash, table[index])
 
     def content(self) -> RequestContent:
         """Tell all tokens and keys; from now on progress tells the tokens that are new."""
