@@ -105,7 +105,7 @@ class InProcessCall:
 
 
 class InProcessRank:
-    """`RankPort` into a `Rank`; `die` plays the end of its process."""
+    """`RankPort` into a `Rank`."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -113,9 +113,6 @@ class InProcessRank:
 
     def begin(self, method: str, *arguments: Any) -> InProcessCall:
         return InProcessCall(self._threads.submit(getattr(self.rank, method), *arguments))
-
-    def die(self) -> None:
-        self.rank.stop()
 
 
 @dataclass
@@ -127,6 +124,7 @@ class Service:
     infos: dict[str, InstanceInfo] = field(default_factory=dict)
     engines: dict[str, InProcessEngine] = field(default_factory=dict)
     actors: list[RankActor] = field(default_factory=list)
+    other_ranks: dict[str, list[InProcessRank]] = field(default_factory=dict)
     ports: dict[str, InProcessCoordinator] = field(default_factory=dict)
     calls: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
@@ -155,17 +153,18 @@ class Service:
         return RankSettings(**(values | changes))  # type: ignore[arg-type]
 
     def add(self, name: str, role: Role, **changes: Any) -> InstanceInfo:
-        actor = RankActor(
-            self.settings(name, role, **changes),
-            node_host,
-            lambda settings: InProcessRank(Rank(settings, node_host)),
-        )
+        actor = RankActor(self.settings(name, role, **changes), node_host, self.spawn)
         self.actors.append(actor)
         self.ports[name] = InProcessCoordinator(self.coordinator)
         info = actor.start(self.ports[name])
         self.infos[name] = info
         self.engines[name] = InProcessEngine(actor)
         return info
+
+    def spawn(self, settings: RankSettings) -> InProcessRank:
+        rank = InProcessRank(Rank(settings, node_host))
+        self.other_ranks.setdefault(settings.instance_id, []).append(rank)
+        return rank
 
     def stop_transfers(self, name: str) -> None:
         """Let an instance's transfer server go; everything else of it lives on."""

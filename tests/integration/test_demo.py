@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
 # With SIGINT ignored, as a shell starts background jobs: an interrupt must be heard all the same.
 AS_BACKGROUND_JOB = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")
-RANK_LINE = re.compile(r"(\S+) \((prefill|decode)\): rank 0 at (\S+) pid (\d+)")
+INSTANCE_LINE = re.compile(r"\S+ \((prefill|decode)\): rank 0 at ")
 
 
 @dataclass
@@ -64,11 +64,11 @@ class Demo:
                 assert self.process.poll() is None or self.changed.wait(1), "".join(self.lines)
                 self.changed.wait(min(left, 1))
 
-    def pid_of(self, instance: str) -> int:
-        line = self.wait_for(lambda text: RANK_LINE.search(text) and instance in text)
-        match = RANK_LINE.search(line)
+    def pid_of(self, instance: str, rank: int = 0) -> int:
+        line = self.wait_for(lambda text: INSTANCE_LINE.search(text) and instance in text)
+        match = re.search(rf"rank {rank} at \S+ pid (\d+)", line)
         assert match is not None
-        return int(match.group(4))
+        return int(match.group(1))
 
     def remember_family(self) -> None:
         """Ray's processes are our children's children; after the run none may be left."""
