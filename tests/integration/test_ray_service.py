@@ -57,7 +57,7 @@ def cluster() -> Iterator[None]:
     """One Ray cluster for the file; authentication is set, not left to the machine's history."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        with ray_cluster.connected("local", num_ranks=4, namespace=naming.new_namespace()):
+        with ray_cluster.connected("local", num_ranks=5, namespace=naming.new_namespace()):
             yield
 
 
@@ -207,8 +207,8 @@ def test_b57_a_gpu_the_cluster_lacks_is_refused_in_time_and_all_is_free_again(
     ):
         lacking.start(print)
     assert time.monotonic() - asked < 8
-    assert caught.value.given == "CPU 1, GPU 1"
-    assert caught.value.allowed == {"total": "CPU 4, GPU 0", "free": "CPU 2, GPU 0"}
+    assert caught.value.given == {"ranks": 1, "each": "CPU 1, GPU 1"}
+    assert caught.value.allowed == {"total": "CPU 5, GPU 0", "free": "CPU 3, GPU 0"}
     wait_until_held(before, timeout_s=10)
 
 
@@ -271,7 +271,10 @@ XXHASH_ROOT = make_scheme(
             {"weight_dtype": "float32", "kv_dtype": "float32"},
         ),
         (
-            {"hash_block_tokens": 2 * BLOCK_TOKENS},
+            {
+                "hash_block_tokens": 2 * BLOCK_TOKENS,
+                "layout": Layout(block_tokens=2 * BLOCK_TOKENS),
+            },
             SchemeMismatchError,
             {"hash_block_tokens": 2 * BLOCK_TOKENS},
             {"hash_block_tokens": BLOCK_TOKENS},
@@ -314,7 +317,9 @@ def test_b56_two_services_do_not_meet_and_one_may_close_and_start_again_at_once(
         require_serves(one, "the same prompt on both")
     second.close()
     second.close()
-    third = start(hash_seed="7")
+    # One of its instances has two ranks, and no actor but its own may hold them.
+    third = start(hash_seed="7", decode_layout=Layout(block_tokens=BLOCK_TOKENS // 2, dcp=2))
+    assert [len(one.info.rank_pids) for one in third.instances] == [1, 2]
     require_serves(third, "after a start at once")
     require_serves(service, "beside a service that was closed")
     third.close()
@@ -350,4 +355,4 @@ def test_a_request_in_flight_ends_with_an_error_when_the_coordinator_is_killed(
     closing = time.monotonic()
     service.close()
     assert time.monotonic() - closing < 5
-    wait_until_held(([], 0, {"CPU": 4.0}), timeout_s=10)
+    wait_until_held(([], 0, {"CPU": 5.0}), timeout_s=10)

@@ -135,7 +135,7 @@ def reserve_bundles(
     remove_placement_group(group)
     raise ResourcesError(
         f"{who} could not be placed within {timeout_s:.1f} s ({state})",
-        given=f"{len(bundles)} of {_amounts(resources, resources)}",
+        given={"ranks": len(bundles), "each": _amounts(resources, resources)},
         allowed={
             "total": _amounts(ray_api.cluster_resources(), resources),
             "free": _amounts(ray_api.available_resources(), resources),
