@@ -200,7 +200,10 @@ def test_a_hybrid_model_is_served_with_equal_outputs(
     for instance in result["instances"]:
         assert (instance["num_blocks"], instance["block_bytes"]) == (512, 4096)
         assert 7000 < instance["max_model_len"] < 8192
-    assert any("prefill-0 has 512 blocks of 4096 bytes, room for 1.0" in x for x in demo.lines)
+    assert any(
+        "prefill-0 has layout block_tokens=16 and 512 blocks of 4096 bytes, room for 1.0" in x
+        for x in demo.lines
+    )
     summary = result["summary"]
     assert (summary["equal"], summary["total"]) == (8, 8)
     for served in result["requests"]:

@@ -153,6 +153,12 @@ class ServiceConfig:
         _at_least(self, 1, "num_prefill", "num_decode", "token_budget", "max_running")
         require_computable(self.prefill_layout, who="prefill")
         require_computable(self.decode_layout, who="decode")
+        if self.device != "cpu" and self.num_ranks > self.num_instances:
+            raise ConfigError(
+                "several ranks of an instance compute on the CPU only",
+                given=self.device,
+                allowed="cpu, or layouts of one rank",
+            )
         if self.max_model_len is not None and self.max_model_len != "auto":
             _at_least(self, 1, "max_model_len")
         if not 0 <= self.port <= MAX_PORT:

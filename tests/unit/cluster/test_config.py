@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.cluster.config import KvEventsConfig, ServiceConfig, require_reachable_bind
 from kvferry.proto.errors import ConfigError, InsecureBindError
+from kvferry.proto.layout import Layout
 
 CONFIG = ServiceConfig(model="some/model")
 
@@ -149,3 +150,39 @@ def test_kv_events_that_not_every_instance_could_publish_are_refused(
 def test_kv_events_may_be_sent_to_a_reader_or_published_at_ports_that_count_up(change: Any) -> None:
     events = KvEventsConfig(**change)
     assert replace(CONFIG, kv_events=events).kv_events == events
+
+
+def test_the_hash_block_is_the_most_of_which_all_blocks_are_multiples() -> None:
+    config = replace(
+        CONFIG,
+        num_prefill=2,
+        prefill_layout=Layout(block_tokens=16, pcp=3),
+        num_decode=3,
+        decode_layout=Layout(block_tokens=8, dcp=4),
+    )
+    assert (config.hash_block_tokens, config.num_ranks) == (16, 2 * 3 + 3 * 4)
+
+
+@pytest.mark.parametrize("name", ["prefill_layout", "decode_layout"])
+@pytest.mark.parametrize(
+    ("change", "given", "allowed"),
+    [
+        ({"tp": 2}, {"tp": 2}, {"tp": 1}),
+        ({"pp": 2}, {"pp": 2}, {"pp": 1}),
+        ({"kind": "vllm"}, {"kind": "vllm"}, {"kind": "grid"}),
+    ],
+)
+def test_a_layout_that_cannot_be_computed_with_is_refused_naming_the_axis(
+    name: str, change: dict[str, Any], given: Any, allowed: Any
+) -> None:
+    role = name.removesuffix("_layout")
+    changes: dict[str, Any] = {name: Layout(block_tokens=16, **change)}
+    with pytest.raises(ConfigError, match=f"^{role}: the reference engine deals") as caught:
+        replace(CONFIG, **changes)
+    assert (caught.value.given, caught.value.allowed) == (given, allowed)
+
+
+def test_several_ranks_are_refused_beyond_the_cpu() -> None:
+    assert replace(CONFIG, device="cuda").num_ranks == 3
+    with pytest.raises(ConfigError, match="compute on the CPU only; given: cuda"):
+        replace(CONFIG, device="cuda", decode_layout=Layout(block_tokens=16, dcp=2))

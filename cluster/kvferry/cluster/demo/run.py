@@ -23,6 +23,7 @@ from kvferry.cluster.ray_launcher import RayService, running_service
 from kvferry.cluster.serving.pool_size import PoolPlan, pool_of
 from kvferry.cluster.serving.router import Router, RouterSettings, Served
 from kvferry.proto.layout_fit import require_layout_fits
+from kvferry.proto.layout_text import layout_text
 from kvferry.proto.messages import InstanceInfo
 from kvferry.worker import host_memory
 from kvferry.worker.model.loading import inspect_model
@@ -94,7 +95,7 @@ def _tell_instance(info: InstanceInfo, progress: Progress) -> PoolPlan:
         for i, (address, pid) in enumerate(zip(info.rank_addresses, info.rank_pids, strict=True))
     )
     progress(f"{info.instance_id} ({info.role}): {ranks}")
-    progress(f"{info.instance_id} has {pool}")
+    progress(f"{info.instance_id} has layout {layout_text(info.layout)} and {pool}")
     return pool
 
 
