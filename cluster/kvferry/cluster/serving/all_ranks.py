@@ -6,6 +6,7 @@ it still writes.
 
 import itertools
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -99,6 +100,7 @@ class AllRanks:
                 whether it still writes.
         """
         pull_id = f"pull-{next(self._pull_numbers)}"
+        end_s = time.monotonic() + timeout_s + PULL_GRACE_S
         calls = self._begin("pull", pull_id, source, lease_id, loads, timeout_s)
         try:
             own = self._own.worker.pull(
@@ -112,12 +114,10 @@ class AllRanks:
                 error=str(refusal),
                 error_type=type(refusal).__name__,
             )
-        left_s = timeout_s + PULL_GRACE_S
-        while not all(call.done(CANCEL_POLL_S) for call in calls) and left_s > 0:
+        while not all(call.done(CANCEL_POLL_S) for call in calls) and time.monotonic() < end_s:
             # Said again until it has ended: the first time it may not even have begun.
             if cancel.is_set() or own.error is not None:
                 self._begin("cancel_pull", pull_id)
-            left_s -= CANCEL_POLL_S
         outcome = merge_outcomes([own, *self._wait(calls, CANCEL_POLL_S)])
         if outcome.error is not None:
             # Some ranks may have more than counts; it will be computed over.
