@@ -161,11 +161,11 @@ def test_a_killed_decode_rank_costs_no_request_while_another_lives(start_demo: S
     demo.assert_nothing_left()
 
 
-def test_the_death_of_the_only_decode_rank_is_told_within_30_s_naming_it(
+def test_the_death_of_a_rank_of_the_only_decode_instance_is_told_within_30_s_naming_it(
     start_demo: StartDemo,
 ) -> None:
-    demo = start_demo("--max-tokens", "200", "--decode", "1")
-    victim = demo.pid_of("decode-0")
+    demo = start_demo("--max-tokens", "200", "--decode", "1", "--decode-layout", "dcp=2")
+    victim = demo.pid_of("decode-0", 1)
     demo.wait_for(lambda line: "[1/8]" in line)
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()

@@ -23,8 +23,8 @@ import pytest
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
 BIN = Path(sys.executable).parent
-ACTOR_CLASSES = {"RayCoordinatorActor", "RankActor"}
-RANK_PID = re.compile(r"rank 0 pid (\d+)")
+ACTOR_CLASSES = {"RayCoordinatorActor", "RankActor", "Rank"}
+RANK_PID = re.compile(r"rank \d+ at \S+ pid (\d+)")
 SMALL = ("--requests", "8", "--prefill", "1", "--decode", "1")
 TERMINAL = {"SUCCEEDED", "FAILED", "STOPPED"}
 HTTP_TIMEOUT_S = 10.0
@@ -165,16 +165,17 @@ def test_a_job_serves_and_every_output_is_equal(head: Head, tiny_model: Path) ->
 def test_a_stopped_job_leaves_no_actor_no_group_and_no_process(
     head: Head, tiny_model: Path
 ) -> None:
-    head.submit("stopped", *SMALL, "--max-tokens", "500", "--model", str(tiny_model))
+    words = ("--decode-layout", "dcp=2", "--max-tokens", "500", "--model", str(tiny_model))
+    head.submit("stopped", *SMALL, *words)
 
     def logs() -> str:
         return head.logs("stopped")
 
     poll(lambda: "[1/8]" in logs() or head.status("stopped") in TERMINAL, timeout_s=90, what=logs)
     ranks = {int(pid) for pid in RANK_PID.findall(logs())}
-    assert len(ranks) == 2
+    assert len(ranks) == 3
     assert all(psutil.pid_exists(pid) for pid in ranks)
-    assert len(head.alive_actors()) == 3
+    assert len(head.alive_actors()) == 4
     assert len(head.created_groups()) == 2
 
     def left() -> list[object]:
