@@ -1,0 +1,324 @@
+"""`WorkerService.pull` between instances of two layouts, over gRPC: whole blocks, or none of it."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tests.contract.exchange import SHAPE, Exchange, Messages, exchanging
+
+from kvferry.proto.errors import ConfigError
+from kvferry.proto.layout import Layout, grid, vllm
+from kvferry.worker import chunks
+from kvferry.worker.frames import Frame
+from kvferry.worker.pull import CANCELLED, merge_outcomes
+from kvferry.worker.service import WorkerService
+
+STAGE = (SHAPE.num_layers,)
+CHUNK_TOKENS = 10
+"""Of all four heads; of fewer heads a chunk has more tokens."""
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a few tokens, so that a transfer has several."""
+    token_bytes = 2 * SHAPE.num_kv_heads * SHAPE.head_bytes
+    monkeypatch.setattr(chunks, "CHUNK_PAGE_BYTES", CHUNK_TOKENS * token_bytes)
+
+
+def pull_everything(exchange: Exchange) -> None:
+    """All ranks pull all asked blocks, and have them, at the price of the plan."""
+    outcomes = exchange.pull_all()
+    merged = merge_outcomes(outcomes)
+    assert (merged.error, merged.num_checksum_failures) == (None, 0)
+    assert merged.num_blocks_of_run == (exchange.num_blocks,)
+    assert merged.num_bytes == exchange.plan.num_bytes
+    assert sum(one.stats().num_bytes_served for one in exchange.senders) == merged.num_bytes
+    for rank in range(exchange.destination.num_ranks):
+        exchange.assert_holds(rank, exchange.num_blocks)
+
+
+@pytest.mark.parametrize("first_block", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("source", "destination"),
+    [
+        # A destination block has parts of two source blocks, and the reverse.
+        (grid(block_tokens=4, stage_layers=STAGE), grid(block_tokens=6, stage_layers=STAGE)),
+        (grid(block_tokens=12, stage_layers=STAGE), grid(block_tokens=8, stage_layers=STAGE)),
+        (grid(block_tokens=16, stage_layers=STAGE), grid(block_tokens=4, stage_layers=STAGE)),
+        # Tokens dealt in another way, by ranks of another number.
+        (grid(block_tokens=8, pcp=2, stage_layers=STAGE),
+         grid(block_tokens=8, dcp=2, interleave=4, stage_layers=STAGE)),
+        (grid(block_tokens=4, dcp=3, interleave=2, stage_layers=STAGE),
+         grid(block_tokens=6, pcp=2, dcp=2, interleave=3, stage_layers=STAGE)),
+        # Heads: cut finer and coarser, and replicated on either side.
+        (grid(block_tokens=4, tp=2, stage_layers=STAGE),
+         grid(block_tokens=4, tp=4, stage_layers=STAGE)),
+        (grid(block_tokens=6, tp=8, stage_layers=STAGE),
+         grid(block_tokens=4, tp=2, stage_layers=STAGE)),
+        (grid(block_tokens=4, tp=2, stage_layers=STAGE),
+         grid(block_tokens=6, tp=8, stage_layers=STAGE)),
+        # Layers.
+        (grid(block_tokens=4, pp=2, stage_layers=(1, 3)),
+         grid(block_tokens=4, pp=3, stage_layers=(2, 1, 1))),
+        # vLLM's own places, and everything at once.
+        (vllm(block_tokens=4, tp=4, dcp=2, stage_layers=STAGE),
+         grid(block_tokens=6, tp=2, pp=2, dcp=3, interleave=2, stage_layers=(1, 3))),
+        (vllm(block_tokens=4, tp=4, dcp=2, profile="0.17", pcp=2, stage_layers=STAGE),
+         vllm(block_tokens=8, tp=2, pp=2, pcp=2, dcp=2, stage_layers=(2, 2))),
+    ],
+)  # fmt: skip
+def test_every_rank_gets_its_part_of_blocks_from_an_instance_of_another_layout(
+    source: Layout, destination: Layout, first_block: int
+) -> None:
+    with exchanging(source, destination, first_block=first_block, num_blocks=3) as exchange:
+        pull_everything(exchange)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        grid(block_tokens=4, stage_layers=STAGE),
+        grid(block_tokens=4, tp=2, dcp=2, interleave=2, stage_layers=STAGE),
+        vllm(block_tokens=4, tp=8, pp=2, dcp=2, stage_layers=(1, 3)),
+    ],
+)
+def test_with_one_layout_every_rank_takes_whole_blocks_from_the_one_of_its_number(
+    layout: Layout,
+) -> None:
+    with exchanging(layout, layout, first_block=2, num_blocks=5) as exchange:
+        pull_everything(exchange)
+        assert [one.stats().num_fetches for one in exchange.senders] == [1] * layout.num_ranks
+
+
+def test_a_source_of_another_memory_order_sends_what_one_of_ours_does() -> None:
+    ours = grid(block_tokens=4, tp=2, stage_layers=STAGE)
+    with exchanging(ours, ours, num_blocks=3) as exchange:
+        exchange.source = replace(ours, memory="LBSHN")
+        pull_everything(exchange)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """A layout of at most 8 ranks and blocks of at most 24 tokens, for the shape."""
+    interleave = draw(st.integers(1, 3))
+    first = draw(st.integers(1, 3))
+    pp = draw(st.integers(1, 2))
+    values: dict[str, Any] = {
+        "kind": draw(st.sampled_from(["grid", "vllm"])),
+        "block_tokens": interleave * draw(st.integers(1, 4)),
+        "interleave": interleave,
+        "tp": draw(st.sampled_from([1, 2, 4, 8])),
+        "pp": pp,
+        "pcp": draw(st.integers(1, 2)),
+        "dcp": draw(st.integers(1, 3)),
+        "stage_layers": (first, 4 - first) if pp == 2 else STAGE,
+    }
+    if values["kind"] == "vllm":
+        values["profile"] = draw(st.sampled_from(["0.17", "0.32"]))
+    try:
+        layout = Layout(**values)
+        layout.heads(SHAPE.num_kv_heads)
+    except ConfigError:
+        assume(False)
+    assume(layout.num_ranks <= 8 and layout.virtual_block_tokens <= 24)
+    return layout
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts(), layouts(), st.integers(0, 3), st.integers(1, 4))
+def test_any_instance_pulls_from_any_other(
+    source: Layout, destination: Layout, first_block: int, num_blocks: int
+) -> None:
+    with exchanging(
+        source, destination, first_block=first_block, num_blocks=num_blocks
+    ) as exchange:
+        pull_everything(exchange)
+
+
+# Failures. Two ranks that hold every other token, and one that takes all; or two that hold half
+# the heads each.
+DEALT = grid(block_tokens=4, dcp=2, stage_layers=STAGE)
+ONE = grid(block_tokens=16, stage_layers=STAGE)
+CUT = grid(block_tokens=4, tp=2, stage_layers=STAGE)
+CUT_TOO = grid(block_tokens=16, tp=2, stage_layers=STAGE)
+
+
+def test_of_a_source_rank_that_is_gone_nobody_counts_a_block() -> None:
+    with exchanging(DEALT, ONE, num_blocks=5) as exchange:
+        exchange.senders[1].stop()
+        outcome = exchange.pull(0)
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), "UnavailableError")
+        assert outcome.error is not None
+        assert exchange.addresses[1] in outcome.error
+        # What rank 0 sent are parts of blocks.
+        assert outcome.num_bytes == exchange.plan.transfers[0].num_bytes
+        exchange.assert_holds(0, 0, only=False)
+
+
+def test_ranks_that_did_not_need_the_one_that_is_gone_have_their_blocks() -> None:
+    with exchanging(CUT, CUT_TOO, num_blocks=5) as exchange:
+        exchange.senders[1].stop()
+        outcomes = exchange.pull_all()
+        assert [one.num_blocks_of_run for one in outcomes] == [(5,), (0,)]
+        exchange.assert_holds(0, 5)
+        exchange.assert_holds(1, 0)
+        merged = merge_outcomes(outcomes)
+        assert (merged.num_blocks_of_run, merged.error_type) == ((0,), "UnavailableError")
+
+
+def test_after_a_transfer_that_failed_nobody_else_is_called() -> None:
+    with exchanging(DEALT, ONE, num_blocks=5) as exchange:
+        exchange.senders[0].stop()
+        assert exchange.pull(0).num_blocks_of_run == (0,)
+        assert exchange.senders[1].stats().num_fetches == 0
+        exchange.assert_holds(0, 0)
+
+
+@pytest.mark.parametrize(("num_blocks", "at_once"), [(0, False), (2, False), (2, True)])
+def test_a_block_that_leaves_its_place_at_one_rank_ends_the_prefix_of_whole_blocks(
+    num_blocks: int, *, at_once: bool
+) -> None:
+    # Tokens of source rank 1 come in chunks of 10. Its block 7 begins with the 29th, so two chunks
+    # arrive: positions up to 39, of which two blocks of 16 are whole. Its block 2 has the 10th
+    # token, so nothing does.
+    lost = 7 if num_blocks else 2
+
+    def lose(_: WorkerService, messages: Messages) -> Messages:
+        yield next(messages)
+        exchange.lose(1, lost)
+        yield from messages
+
+    with exchanging(DEALT, ONE, num_blocks=5) as exchange:
+        if at_once:
+            exchange.lose(1, lost)
+        else:
+            exchange.senders[1].tamper = lose
+        outcome = exchange.pull(0)
+        assert outcome.num_blocks_of_run == (num_blocks,)
+        assert (outcome.error_type, outcome.num_checksum_failures) == ("NotFoundError", 0)
+        exchange.assert_holds(0, num_blocks, only=False)
+
+
+def test_a_block_lost_at_one_rank_shortens_only_the_ranks_that_take_from_it() -> None:
+    with exchanging(CUT, CUT_TOO, num_blocks=5) as exchange:
+        exchange.lose(1, 13)
+        outcomes = exchange.pull_all()
+        # 13 blocks of 4 are 52 tokens; of two heads a chunk has 20, and 40 tokens are 2 blocks.
+        assert [one.num_blocks_of_run for one in outcomes] == [(5,), (2,)]
+        assert merge_outcomes(outcomes).num_blocks_of_run == (2,)
+        exchange.assert_holds(0, 5)
+        exchange.assert_holds(1, 2, only=False)
+
+
+def test_with_one_layout_a_lost_block_ends_the_prefix_where_it_was() -> None:
+    with exchanging(DEALT, DEALT, num_blocks=5) as exchange:
+        exchange.lose(1, 3)
+        outcomes = exchange.pull_all()
+        assert [one.num_blocks_of_run for one in outcomes] == [(5,), (3,)]
+        for rank, num_blocks in enumerate((5, 3)):
+            exchange.assert_holds(rank, num_blocks)
+
+
+def test_a_load_that_fails_ends_the_pull_and_those_before_it_are_whole() -> None:
+    with exchanging(DEALT, ONE, num_blocks=5) as exchange:
+        exchange.lose(1, 4)
+        # Blocks 0 and 1 of 16 tokens need source blocks 0 to 3 of 8, block 2 needs 4 and 5.
+        outcome = exchange.pull(0, [exchange.load(*ends) for ends in ((0, 2), (2, 3), (3, 5))])
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((2, 0, 0), "NotFoundError")
+        assert [one.stats().num_fetches for one in exchange.senders] == [2, 2]
+        exchange.assert_holds(0, 2, only=False)
+
+
+def test_a_corrupt_frame_is_refused_counted_and_no_block_of_it_is_resident() -> None:
+    def corrupt(_: WorkerService, messages: Messages) -> Messages:
+        for number, message in enumerate(messages):
+            if isinstance(message, Frame) and number == 1:
+                wrong = bytes([message.payload[0] ^ 1]) + message.payload[1:]
+                yield replace(message, payload=wrong)
+            else:
+                yield message
+
+    with exchanging(DEALT, ONE, num_blocks=5) as exchange:
+        exchange.senders[1].tamper = corrupt
+        outcome = exchange.pull(0)
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), "TransferError")
+        assert outcome.num_checksum_failures == 1
+        assert exchange.takers[0].stats().num_checksum_failures == 1
+        exchange.assert_holds(0, 0, only=False)
+
+
+def test_a_pull_that_is_cancelled_before_it_begins_calls_nobody() -> None:
+    cancel = threading.Event()
+    cancel.set()
+    with exchanging(DEALT, ONE, num_blocks=5) as exchange:
+        outcome = exchange.pull(0, cancel=cancel)
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), CANCELLED)
+        assert [one.stats().num_fetches for one in exchange.senders] == [0, 0]
+        exchange.assert_holds(0, 0)
+
+
+def test_a_pull_that_is_cancelled_at_its_last_rank_ends_and_nothing_counts() -> None:
+    cancel = threading.Event()
+
+    def cancel_first(_: WorkerService, messages: Messages) -> Messages:
+        yield next(messages)
+        cancel.set()
+        yield from messages
+
+    with exchanging(DEALT, ONE, num_blocks=5) as exchange:
+        exchange.senders[1].tamper = cancel_first
+        outcome = exchange.pull(0, cancel=cancel)
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), CANCELLED)
+        assert outcome.num_bytes == exchange.plan.transfers[0].num_bytes
+        exchange.assert_holds(0, 0, only=False)
+
+
+@pytest.fixture
+def hang() -> Iterator[Any]:
+    """Makes a source rank send its header and then nothing, until the test is over."""
+    over = threading.Event()
+
+    def silent(_: WorkerService, messages: Messages) -> Messages:
+        yield next(messages)
+        over.wait(20.0)
+
+    yield silent
+    over.set()
+
+
+def test_a_pull_ends_at_its_deadline_whatever_rank_is_silent(hang: Any) -> None:
+    with exchanging(DEALT, ONE, num_blocks=5) as exchange:
+        exchange.senders[1].tamper = hang
+        outcome = exchange.pull(0, timeout_s=0.5)
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), "DeadlineError")
+        assert outcome.num_bytes == exchange.plan.transfers[0].num_bytes
+        exchange.assert_holds(0, 0, only=False)
+
+
+@pytest.mark.parametrize("destination", [ONE, DEALT])
+def test_without_time_left_nothing_is_pulled(destination: Layout) -> None:
+    with exchanging(DEALT, destination, num_blocks=5) as exchange:
+        outcome = exchange.pull(0, timeout_s=0.0)
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), "DeadlineError")
+        exchange.assert_holds(0, 0)
+
+
+def test_ranks_in_another_life_send_nothing() -> None:
+    with exchanging(DEALT, ONE, num_blocks=5) as exchange:
+        outcome = exchange.pull(0, incarnation=2)
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), "StaleError")
+        exchange.assert_holds(0, 0)
+
+
+def test_ranks_of_another_identity_send_nothing_and_the_difference_is_named() -> None:
+    theirs = replace(SHAPE, head_size=4)
+    with exchanging(DEALT, ONE, num_blocks=5, theirs=theirs) as exchange:
+        outcome = exchange.pull(0)
+        assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), "IdentityMismatchError")
+        assert outcome.error is not None
+        assert "head_size" in outcome.error
+        exchange.assert_holds(0, 0)
