@@ -94,11 +94,17 @@ def test_with_one_layout_every_rank_takes_whole_blocks_from_the_one_of_its_numbe
         assert [one.stats().num_fetches for one in exchange.senders] == [1] * layout.num_ranks
 
 
-def test_a_source_of_another_memory_order_sends_what_one_of_ours_does() -> None:
+def test_a_source_of_another_memory_order_sends_whole_blocks_too() -> None:
     ours = grid(block_tokens=4, tp=2, stage_layers=STAGE)
     with exchanging(ours, ours, num_blocks=3) as exchange:
         exchange.source = replace(ours, memory="LBSHN")
         pull_everything(exchange)
+    with exchanging(ours, ours, num_blocks=3) as exchange:
+        exchange.source = replace(ours, memory="LBSHN")
+        # By chunks of 20 tokens nothing would be left of it.
+        exchange.lose(1, 2)
+        assert exchange.pull(1).num_blocks_of_run == (2,)
+        exchange.assert_holds(1, 2)
 
 
 @st.composite
@@ -212,6 +218,17 @@ def test_a_block_lost_at_one_rank_shortens_only_the_ranks_that_take_from_it() ->
         assert merge_outcomes(outcomes).num_blocks_of_run == (2,)
         exchange.assert_holds(0, 5)
         exchange.assert_holds(1, 2, only=False)
+
+
+def test_ranks_that_share_tokens_count_the_blocks_that_each_of_them_has() -> None:
+    dealt_too = grid(block_tokens=8, dcp=2, interleave=4, stage_layers=STAGE)
+    with exchanging(grid(block_tokens=4, stage_layers=STAGE), dealt_too, num_blocks=5) as exchange:
+        exchange.lose(0, 13)
+        # Of 52 positions rank 0 takes 28 and rank 1 takes 24; each has two chunks of 10 of them,
+        # which are two of its blocks of 8.
+        assert [one.num_blocks_of_run for one in exchange.pull_all()] == [(2,), (2,)]
+        for rank in range(2):
+            exchange.assert_holds(rank, 2, only=False)
 
 
 def test_with_one_layout_a_lost_block_ends_the_prefix_where_it_was() -> None:
