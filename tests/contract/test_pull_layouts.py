@@ -107,6 +107,22 @@ def test_a_source_of_another_memory_order_sends_whole_blocks_too() -> None:
         exchange.assert_holds(1, 2)
 
 
+@pytest.mark.parametrize("num_ranks", [(4, 2), (2, 4), (4, 4)])
+@pytest.mark.parametrize("first_block", [0, 1])
+def test_b27_ranks_of_other_numbers_get_each_others_blocks_whole_and_byte_for_byte(
+    num_ranks: tuple[int, int], first_block: int
+) -> None:
+    """The case says that a service with DCP 2 never hits entries of DCP 4.
+
+    What it protects from are wrong bytes: per rank, blocks of both have one size. Here both may
+    share a chain of hashes, because a layout goes along with every source, and a plan with every
+    pull. What arrives is whole in blocks of the taker, and byte for byte where the taker keeps it.
+    """
+    source, destination = (grid(block_tokens=4, dcp=dcp, stage_layers=STAGE) for dcp in num_ranks)
+    with exchanging(source, destination, first_block=first_block, num_blocks=2) as exchange:
+        pull_everything(exchange)
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     """A layout of at most 8 ranks and blocks of at most 24 tokens, for the shape."""
