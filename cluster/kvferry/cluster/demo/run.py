@@ -51,10 +51,12 @@ def run_demo(config: ServiceConfig, settings: DemoSettings, progress: Progress) 
     facts = inspect_model(config.model, dtype=config.dtype)
     writer = PromptWriter(facts.tokenizer, facts.eos_token_ids)
     longest = tuple(longest_requests(turns, writer, settings.sampling))
+    # Of all roles before any pool: a larger pool helps no layout that the model cannot have.
     for role, layout in config.layouts.items():
         require_layout_fits(
             layout, facts.identity, hash_block_tokens=config.hash_block_tokens, who=role
         )
+    for layout in config.layouts.values():
         pool = planned_pool(config, layout, facts.identity, facts.max_model_len)
         if pool is not None:
             require_all_fit(longest, limits_of(config, layout, facts.identity, pool))
