@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 
 from kvferry.proto.ids import Incarnation, InstanceId, LeaseId
+from kvferry.proto.layout import Layout
 from kvferry.proto.step_messages import Source
 from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.pull import BlockRun, PullOutcome
@@ -19,13 +20,15 @@ def pull_blocks(
     lease_id: str = "lease-1",
     timeout_s: float = 20.0,
     cancel: threading.Event | None = None,
+    layout: Layout | None = None,
 ) -> PullOutcome:
-    """Let a worker of one rank pull the runs from the one at `address`."""
+    """Let a worker of one rank pull the runs from the one at `address`, of its own layout or one
+    that has the same blocks."""
     return worker.pull(
         source=Source(
             instance_id=InstanceId("peer"),
             incarnation=Incarnation(incarnation),
-            layout=worker.memory.layout,
+            layout=layout or worker.memory.layout,
             rank_addresses=(address,),
         ),
         lease_id=LeaseId(lease_id),

@@ -9,10 +9,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 from random import Random
 
 import numpy as np
-from tests.unit.worker.reshard_by_loops import Dense, fill, kv_memories, random_table
+from tests.unit.worker.reshard_by_loops import (
+    Dense,
+    blocks_of,
+    fill,
+    kv_memories,
+    random_table,
+    storages_of,
+)
 
 from kvferry.proto.hashing import hash_tokens, make_scheme
 from kvferry.proto.ids import (
@@ -87,7 +95,7 @@ class Exchange:
         memories = kv_memories(source, theirs or shape, len(self.source_table) + 3)
         if theirs is None:
             fill(
-                {rank: memory.groups[0] for rank, memory in memories.items()},
+                memories,
                 source,
                 shape,
                 self.source_table,
@@ -115,8 +123,8 @@ class Exchange:
     def _memories(self) -> dict[int, KvMemory]:
         memories = kv_memories(self.destination, self.shape, len(self.table) + 3)
         for memory in memories.values():
-            for layer in memory.groups[0].byte_layers:
-                layer[:] = BEFORE
+            for storage in storages_of(memory):
+                storage[:] = BEFORE
         return memories
 
     @property
@@ -187,7 +195,7 @@ class Exchange:
         """
         first = self.first_block
         covered = self.destination.virtual_block_tokens
-        wanted = self._memories()[rank].groups[0]
+        wanted = self._memories()[rank]
         fill(
             {rank: wanted},
             self.destination,
@@ -200,13 +208,12 @@ class Exchange:
         compared = set(range(wanted.num_blocks))
         if not only:
             compared -= set(asked[num_blocks:])
-        found = self.takers[rank].memory.groups[0]
-        for number, (layer, right) in enumerate(
-            zip(found.byte_layers, wanted.byte_layers, strict=True)
-        ):
+        found = self.takers[rank].memory
+        for layer, side in product(found.groups[0].layers, (0, 1)):
+            here, right = (blocks_of(memory, layer, side) for memory in (found, wanted))
             for block_id in compared:
-                same = np.array_equal(layer[:, block_id], right[:, block_id])
-                assert same, f"rank {rank}, layer {number}, block {block_id}"
+                same = np.array_equal(here[block_id], right[block_id])
+                assert same, f"rank {rank}, layer {layer}, side {side}, block {block_id}"
         self._assert_resident(rank, num_blocks)
 
     def _assert_resident(self, rank: int, num_blocks: int) -> None:

@@ -13,6 +13,8 @@ from tests.pulling import pull_blocks
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, Incarnation
 from kvferry.proto.layout import Layout
+from kvferry.proto.memory_order import DEFAULT_ORDER
+from kvferry.worker import layout_pull
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Header, Place, Segment, places_of
@@ -33,9 +35,12 @@ Tamper = Callable[[Iterator[Header | Frame]], Iterator[Header | Frame]]
 Source = Callable[[list[BlockHash], Tamper], AbstractContextManager["Pull"]]
 
 
-def new_memory() -> KvMemory:
+def new_memory(order: str = DEFAULT_ORDER) -> KvMemory:
     return KvMemory(
-        open_device("cpu"), IDENTITY, num_blocks=NUM_BLOCKS, layout=Layout(block_tokens=4)
+        open_device("cpu"),
+        IDENTITY,
+        num_blocks=NUM_BLOCKS,
+        layout=Layout(block_tokens=4, memory=order),
     )
 
 
@@ -247,3 +252,27 @@ def test_a_source_that_never_sends_a_header_delivers_nothing(source: Source) -> 
     with source(HASHES, no_header) as pull:
         assert pull() == (0, "TransferError")
         assert_prefix_in_place(pull, 0)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("BLSNH", "LBHNS"), ("LBSHN", "LSBNH")])
+def test_a_peer_with_another_memory_order_sends_whole_blocks(
+    monkeypatch: pytest.MonkeyPatch, theirs: str, ours: str
+) -> None:
+    monkeypatch.setattr(layout_pull, "plan_reshard", None)  # no plan is made
+    peer, worker = (
+        WorkerService(incarnation=Incarnation(1), memory=new_memory(order))
+        for order in (theirs, ours)
+    )
+    run = BlockRun(group_id=FIRST_GROUP, hashes=HASHES, block_ids=DESTINATIONS)
+    for block_id, block_hash in enumerate(HASHES, start=1):
+        scatter(peer.memory.groups[0], [Place(BlockId(block_id), 0, 2)], block_content(block_hash))
+        peer.written(FIRST_GROUP, [(block_hash, BlockId(block_id))])
+    try:
+        outcome = pull_blocks(worker, peer.serve(), [run], layout=peer.memory.layout)
+    finally:
+        peer.stop()
+        worker.stop()
+    assert (outcome.num_blocks_of_run, outcome.error) == ((len(HASHES),), None)
+    for source, block_id in enumerate(DESTINATIONS, start=1):
+        for sent, arrived in zip(peer.memory.layers, worker.memory.layers, strict=True):
+            assert torch.equal(sent[:, source], arrived[:, block_id])

@@ -15,7 +15,6 @@ from tests.unit.worker.reshard_by_loops import (
     identity_of,
     kv_memories,
     random_table,
-    rank_memories,
 )
 
 from kvferry.proto.errors import BadInputError
@@ -69,8 +68,7 @@ class Move:
         ]
         self.plan = plan_reshard(source, destination, SHAPE, start=start, end=NUM_TOKENS)
         memories = kv_memories(source, SHAPE, len(self.tables[0]) + 3)
-        groups = {rank: memory.groups[0] for rank, memory in memories.items()}
-        fill(groups, source, SHAPE, self.tables[0], dense=self.dense, positions=range(NUM_TOKENS))
+        fill(memories, source, SHAPE, self.tables[0], dense=self.dense, positions=range(NUM_TOKENS))
         self.senders = {rank: self._sender(memory) for rank, memory in memories.items()}
         self.addresses = {rank: sender.serve() for rank, sender in self.senders.items()}
         self.takers = {
@@ -108,7 +106,7 @@ class Move:
 
     def assert_in_place(self, positions: range) -> None:
         """Exactly these positions are at every destination rank."""
-        wanted = rank_memories(self.destination, SHAPE, len(self.tables[1]) + 3)
+        wanted = kv_memories(self.destination, SHAPE, len(self.tables[1]) + 3)
         fill(
             wanted,
             self.destination,
@@ -118,7 +116,7 @@ class Move:
             positions=positions,
         )
         for rank, memory in wanted.items():
-            assert bytes_of(self.takers[rank].memory.groups[0]) == bytes_of(memory), f"rank {rank}"
+            assert bytes_of(self.takers[rank].memory) == bytes_of(memory), f"rank {rank}"
 
 
 @contextmanager
@@ -146,6 +144,8 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
          grid(block_tokens=16, dcp=2, interleave=4, stage_layers=(4,))),
         (vllm(block_tokens=4, tp=4, dcp=2, stage_layers=(4,)),
          grid(block_tokens=6, tp=2, pp=2, dcp=3, interleave=2, stage_layers=(1, 3))),
+        (grid(block_tokens=8, tp=2, dcp=2, stage_layers=(4,), memory="LBSHN"),
+         grid(block_tokens=6, pp=2, dcp=3, stage_layers=(1, 3), memory="BLSNH")),
     ],
 )  # fmt: skip
 def test_all_transfers_of_a_plan_fill_every_destination_rank(

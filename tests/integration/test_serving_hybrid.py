@@ -17,6 +17,7 @@ from kvferry.cluster.serving.router import Router, Served
 from kvferry.cluster.serving.routing import Route
 from kvferry.proto.errors import NeverFitsError
 from kvferry.proto.ids import InstanceId
+from kvferry.proto.layout import Layout
 
 # K and V of a block in the two layers of a group: 8 tokens, 2 heads of size 8, float32.
 GROUP_BLOCK_BYTES = 2 * 2 * 8 * 2 * 8 * 4
@@ -24,9 +25,15 @@ GROUP_BLOCK_BYTES = 2 * 2 * 8 * 2 * 8 * 4
 WINDOW_BLOCKS = 5
 
 
-def test_only_what_each_groups_rule_needs_is_handed_over(hybrid_service: Any) -> None:
-    hybrid_service.add("p0", "prefill")
-    hybrid_service.add("d0", "decode")
+@pytest.mark.parametrize(
+    "orders", [("LSBNH", "LSBNH"), ("BLSNH", "LBHNS"), ("LBSHN", "BLSNH")], ids="-".join
+)
+def test_only_what_each_groups_rule_needs_is_handed_over(
+    hybrid_service: Any, orders: tuple[str, str]
+) -> None:
+    prefill, decode = (Layout(block_tokens=8, memory=order) for order in orders)
+    hybrid_service.add("p0", "prefill", layout=prefill)
+    hybrid_service.add("d0", "decode", layout=decode)
     served = with_router(
         hybrid_service.router(), lambda r: r.serve(ask("a", prompt(1, 100), max_tokens=60))
     )

@@ -1,4 +1,7 @@
-"""Serving by instances of several ranks, whose layouts differ; real transfers and gloo, no Ray."""
+"""Serving by instances of several ranks, of different layouts and memory orders.
+
+Real transfers and gloo, no Ray.
+"""
 
 import asyncio
 import threading
@@ -46,6 +49,9 @@ def to(place: str) -> Route:
         ("dcp=2,block_tokens=8", "block_tokens=8"),
         ("block_tokens=8", "dcp=2,pcp=2,interleave=2"),
         ("dcp=3,block_tokens=8", "pcp=2,block_tokens=8"),
+        # Memory orders, of one layout and of two.
+        ("block_tokens=8,memory=LBHNS", "block_tokens=8,memory=BLSNH"),
+        ("dcp=2,memory=BLSNH", "pcp=2,block_tokens=8,memory=LBSHN"),
     ],
 )
 def test_a_prompt_is_prefilled_and_decoded_by_instances_of_two_layouts(

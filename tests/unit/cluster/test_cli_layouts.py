@@ -77,7 +77,6 @@ def test_a_layout_that_cannot_be_is_refused_by_its_rule(
         ("kind=vllm,tp=2,dcp=2", {"kind": "vllm"}, {"kind": "grid"}),
         ("tp=2", {"tp": 2}, {"tp": 1}),
         ("pp=2,dcp=2", {"pp": 2}, {"pp": 1}),
-        ("memory=LBSHN", {"memory": "LBSHN"}, {"memory": "LSBNH"}),
     ],
 )
 def test_a_layout_that_the_reference_engine_cannot_compute_with_is_refused(

@@ -1,6 +1,6 @@
 """What a plan must do, by loops over every layer, KV head and token; and random pairs of layouts.
 
-Nothing here uses the arithmetic of `kvferry.proto`: where a token lies is worked out from the rules
+Nothing here uses the arithmetic of a plan: where a token lies is worked out from the rules
 as they are written in docs/layouts.md. Layouts must name their stages.
 """
 
@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tests.unit.proto.strides import strides_of
 from tests.unit.proto.token_positions import destination_tokens, positions, source_tokens
 
 from kvferry.proto.layout import Layout
-from kvferry.proto.memory_order import AXES
+from kvferry.proto.memory_order import AXES, strides_of
 from kvferry.proto.placement import KvShape, holdings
 from kvferry.proto.reshard import plan_reshard
 
@@ -88,16 +87,16 @@ class Memories:
     def place(self, rank: int, *, layer: Any, side: Any, head: Any, block: Any, token: Any) -> Any:
         """Return the index in the rank's array; layer and head are the rank's own."""
         strides = self.strides[rank]
-        if strides.layer_bytes is None:
+        if strides.layer_step is None:
             layer_step = len(self.arrays[rank]) // max(1, len(self.parts[rank][0]))
         else:
-            layer_step = strides.layer_bytes
+            layer_step = strides.layer_step
         return (
             layer * layer_step
-            + side * strides.side_bytes
-            + block * strides.block_bytes
-            + token * strides.token_bytes
-            + head * strides.head_bytes
+            + side * strides.side_step
+            + block * strides.block_step
+            + token * strides.token_step
+            + head * strides.head_step
         )
 
     def fill(self, dense: Array, start: int, end: int) -> None:

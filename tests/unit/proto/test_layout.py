@@ -4,12 +4,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.proto.strides import Strides, strides_of
 
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.layout import Layout, RankPlace, grid, vllm
 from kvferry.proto.layout_text import layout_text, parse_layout
-from kvferry.proto.memory_order import AXES
+from kvferry.proto.memory_order import AXES, Strides, strides_of
 
 
 def places(layout: Layout) -> list[tuple[int, int, int]]:
@@ -204,13 +203,13 @@ SIZES = {
 
 def test_strides_are_those_of_the_memory_that_engines_lay_out() -> None:
     assert strides_of("LSBNH", **SIZES) == Strides(
-        layer_bytes=None, side_bytes=640, block_bytes=128, token_bytes=32, head_bytes=16
+        layer_step=None, side_step=640, block_step=128, token_step=32, head_step=16
     )
     assert strides_of("LBHNS", **SIZES) == Strides(
-        layer_bytes=None, side_bytes=16, block_bytes=256, token_bytes=32, head_bytes=128
+        layer_step=None, side_step=16, block_step=256, token_step=32, head_step=128
     )
     assert strides_of("BLSNH", **SIZES) == Strides(
-        layer_bytes=256, side_bytes=128, block_bytes=768, token_bytes=32, head_bytes=16
+        layer_step=256, side_step=128, block_step=768, token_step=32, head_step=16
     )
 
 
@@ -218,7 +217,10 @@ def test_strides_are_those_of_the_memory_that_engines_lay_out() -> None:
 def test_every_value_has_a_place_of_its_own_in_every_order(order: str) -> None:
     strides = strides_of(order, **SIZES)
     taken = {
-        (strides.storage(layer), strides.offset(layer, side, block, token, head))
+        (
+            strides.storage(layer),
+            strides.offset(layer=layer, side=side, block=block, token=token, head=head),
+        )
         for layer in range(3)
         for side in range(2)
         for block in range(5)

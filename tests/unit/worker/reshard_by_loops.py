@@ -12,10 +12,10 @@ from tests.unit.proto.reshard_reference import parts_of_ranks
 
 from kvferry.proto.identity import Identity
 from kvferry.proto.layout import Layout
-from kvferry.proto.memory_order import DEFAULT_ORDER
+from kvferry.proto.memory_order import AXES
 from kvferry.proto.placement import KvShape, holdings
 from kvferry.worker.device import open_device
-from kvferry.worker.kv_memory import GroupMemory, KvMemory
+from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.reshard_io import Cells
 from kvferry.worker.selection import BlockTable
 
@@ -33,14 +33,11 @@ def identity_of(shape: KvShape) -> Identity:
     )
 
 
-def rank_memories(layout: Layout, shape: KvShape, num_blocks: int) -> dict[int, GroupMemory]:
-    """The zeroed memory of each rank that holds layers of the group."""
-    memories = kv_memories(layout, shape, num_blocks)
-    return {rank: memory.groups[0] for rank, memory in memories.items()}
-
-
 def kv_memories(layout: Layout, shape: KvShape, num_blocks: int) -> dict[int, KvMemory]:
-    """The same, of a model that has the group's layers only, on the stages that have some."""
+    """The zeroed memory of each rank that holds layers of the group.
+
+    It is that of a model that has the group's layers only, on the stages that have some.
+    """
     stages = [
         sum(layer in stage for layer in shape.layers) for stage in layout.stages(shape.num_layers)
     ]
@@ -48,7 +45,6 @@ def kv_memories(layout: Layout, shape: KvShape, num_blocks: int) -> dict[int, Kv
         layout,
         pp=len(stages) - stages.count(0),
         stage_layers=tuple(filter(None, stages)),
-        memory=DEFAULT_ORDER,
     )
     ranks = [held.rank for held in holdings(layout, shape) if held.layers]
     return {
@@ -66,7 +62,7 @@ def random_table(random: Random, layout: Layout, num_tokens: int) -> BlockTable:
 
 
 def fill(
-    memories: dict[int, GroupMemory],
+    memories: dict[int, KvMemory],
     layout: Layout,
     shape: KvShape,
     table: BlockTable,
@@ -86,38 +82,58 @@ def fill(
             token = within // (num_shards * layout.interleave) * layout.interleave
             token += within % layout.interleave
             for layer, side, head in product(layers, (0, 1), heads):
-                blocks = _blocks_of(memory, layer, side)
+                blocks = blocks_of(memory, layer, side)
                 cell = blocks[table[number], token, head - heads.start]
                 cell[:] = dense[layer, side, position, head]
 
 
-def gather_by_loops(memory: GroupMemory, table: BlockTable, cells: Cells) -> bytes:
+def gather_by_loops(memory: KvMemory, table: BlockTable, cells: Cells) -> bytes:
     return b"".join(cell.tobytes() for cell in _cells_in_order(memory, table, cells))
 
 
-def scatter_by_loops(memory: GroupMemory, table: BlockTable, cells: Cells, payload: bytes) -> None:
+def scatter_by_loops(memory: KvMemory, table: BlockTable, cells: Cells, payload: bytes) -> None:
     left = np.frombuffer(payload, dtype=np.uint8)
     for cell in _cells_in_order(memory, table, cells):
         cell[:], left = left[: len(cell)], left[len(cell) :]
     assert not len(left)
 
 
-def bytes_of(memory: GroupMemory) -> list[bytes]:
-    return [np.asarray(layer).tobytes() for layer in memory.byte_layers]
+def bytes_of(memory: KvMemory) -> list[bytes]:
+    return [storage.tobytes() for storage in storages_of(memory)]
 
 
-def _cells_in_order(memory: GroupMemory, table: BlockTable, cells: Cells) -> Iterator[Dense]:
+def storages_of(memory: KvMemory) -> list[Dense]:
+    """All memory of a rank: the keys of a storage's first layer begin where the storage does."""
+    (group,) = memory.groups
+    has_one = memory.layout.memory[0] != "L"
+    return [np.asarray(keys) for keys, _ in group.sides[: 1 if has_one else None]]
+
+
+def blocks_of(memory: KvMemory, layer: int, side: int) -> Dense:
+    """One side of one layer as [num_blocks, block_tokens, heads, head_bytes].
+
+    Taken from the letters of the order alone, not from strides.
+    """
+    (group,), order = memory.groups, memory.layout.memory
+    storages = storages_of(memory)
+    sizes = {
+        "L": len(group.layers) // len(storages),
+        "S": 2,
+        "B": memory.num_blocks,
+        "N": memory.layout.block_tokens,
+        "H": len(group.heads),
+    }
+    number, within = divmod(layer - group.layers.start, sizes["L"])
+    values = storages[number].reshape(*(sizes[axis] for axis in order), -1)
+    sorted_values = values.transpose(*(order.index(axis) for axis in AXES), len(AXES))
+    blocks: Dense = sorted_values[within, side]
+    return blocks
+
+
+def _cells_in_order(memory: KvMemory, table: BlockTable, cells: Cells) -> Iterator[Dense]:
+    first_head = memory.groups[0].heads.start
     for layer, side, local, head in product(
         cells.layers, (0, 1), cells.tokens.tolist(), cells.heads
     ):
-        number, token = divmod(local, memory.geometry.block_tokens)
-        blocks = _blocks_of(memory, layer, side)
-        yield blocks[table[number], token, head - memory.heads.start]
-
-
-def _blocks_of(memory: GroupMemory, layer: int, side: int) -> Dense:
-    """One side of one layer as [num_blocks, block_tokens, heads, head_bytes]."""
-    half = np.asarray(memory.byte_layers[layer - memory.layers.start], dtype=np.uint8)[side]
-    sizes = (memory.num_blocks, memory.geometry.block_tokens, len(memory.heads), -1)
-    blocks: Dense = half.reshape(sizes)
-    return blocks
+        number, token = divmod(local, memory.layout.block_tokens)
+        yield blocks_of(memory, layer, side)[table[number], token, head - first_head]

@@ -2,12 +2,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.builders import make_identity
+from tests.unit.worker.reshard_by_loops import blocks_of
 
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import BlockId, GroupId
 from kvferry.proto.layout import Layout
+from kvferry.proto.memory_order import AXES, DEFAULT_ORDER
 from kvferry.proto.slot_mapping import slots
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.device import gpus_per_process, open_device
@@ -25,16 +29,21 @@ HYBRID = replace(
         GroupSpec(kind="chunked_local", layers=(2,), chunk_tokens=8),
     ),
 )
+ORDERS = st.permutations(AXES).map("".join)
 
 
 def memory(
-    identity: Identity = IDENTITY, *, num_blocks: int = 5, block_tokens: int = 4
+    identity: Identity = IDENTITY,
+    *,
+    num_blocks: int = 5,
+    block_tokens: int = 4,
+    order: str = DEFAULT_ORDER,
 ) -> KvMemory:
     return KvMemory(
         open_device("cpu"),
         identity,
         num_blocks=num_blocks,
-        layout=Layout(block_tokens=block_tokens),
+        layout=Layout(block_tokens=block_tokens, memory=order),
     )
 
 
@@ -110,7 +119,7 @@ def test_a_place_outside_the_memory_is_refused(place: tuple[int, int, int]) -> N
 @pytest.mark.parametrize("name", ["num_blocks", "block_tokens"])
 def test_a_size_that_is_not_positive_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be an integer; given: 0; allowed: >= 1"):
-        memory(IDENTITY, **{name: 0})
+        memory(IDENTITY, **{name: 0})  # type: ignore[arg-type]
 
 
 def test_an_unknown_dtype_is_refused_with_those_that_work() -> None:
@@ -121,6 +130,57 @@ def test_an_unknown_dtype_is_refused_with_those_that_work() -> None:
 def test_a_page_too_large_for_one_frame_is_refused_before_allocation() -> None:
     with pytest.raises(ConfigError, match="use smaller blocks"):
         memory(replace(IDENTITY, head_size=1 << 20))
+
+
+@given(order=ORDERS, dtype=st.sampled_from(["float32", "bfloat16"]))
+def test_a_layer_is_one_view_whatever_the_order(order: str, dtype: str) -> None:
+    kv = memory(replace(IDENTITY, kv_dtype=dtype), order=order)
+    fill(kv, 1)
+    for layer, view in enumerate(kv.layers):
+        assert tuple(view.shape) == (2, 5, 4, 2, 8)
+        for side in (0, 1):
+            in_bytes = view[side].contiguous().view(torch.uint8).numpy()
+            assert (in_bytes == blocks_of(kv, layer, side)).all()
+
+
+@settings(max_examples=200)
+@given(order=ORDERS, other_order=ORDERS, group_id=st.integers(0, 2), first_layer=st.integers(0, 1))
+def test_blocks_pass_between_any_two_orders_of_groups_that_share_memory(
+    order: str, other_order: str, group_id: int, first_layer: int
+) -> None:
+    kv, other = memory(HYBRID, order=order), memory(HYBRID, order=other_order)
+    fill(kv, 1)
+    fill(other, 2)
+    before = [layer.clone() for layer in other.layers]
+    layers = HYBRID.groups[group_id].layers[first_layer:]
+    places = [
+        Place(BlockId(block), first_layer, first_layer + len(layers)) for block in (3, 1, 4, 2)
+    ]
+    wanted = [kv.layers[layer][:, place.block_id] for place in places[:2] for layer in layers]
+    payload = gather(kv.groups[group_id], places[:2])
+    assert payload == b"".join(page.contiguous().numpy().tobytes() for page in wanted)
+    scatter(other.groups[group_id], places[2:], payload)
+    for group in HYBRID.groups:
+        for room, layer in enumerate(group.layers):
+            expected = before[layer]
+            if first_layer <= room < first_layer + len(layers):
+                sent = kv.layers[layers[room - first_layer]]
+                expected[:, 4], expected[:, 2] = sent[:, 3], sent[:, 1]
+            assert torch.equal(other.layers[layer], expected)
+
+
+@pytest.mark.parametrize(
+    ("order", "num_storages"),
+    [("LSBNH", 2), ("LBHNS", 2), ("BLSNH", 1), ("SHBLN", 1)],
+)
+def test_layers_have_storages_of_their_own_or_share_one_and_take_as_much(
+    order: str, num_storages: int
+) -> None:
+    kv = memory(HYBRID, order=order)
+    storages = {layer.untyped_storage().data_ptr(): layer for layer in kv.layers}
+    assert len(storages) == num_storages
+    sizes = [layer.untyped_storage().nbytes() for layer in storages.values()]
+    assert sum(sizes) == 5 * kv.groups[0].geometry.block_bytes
 
 
 def test_the_kth_layers_of_all_groups_share_one_allocation() -> None:

@@ -11,9 +11,10 @@ from tests.unit.worker.reshard_by_loops import (
     bytes_of,
     fill,
     gather_by_loops,
+    kv_memories,
     random_table,
-    rank_memories,
     scatter_by_loops,
+    storages_of,
 )
 
 from kvferry.proto.errors import BadInputError, ConfigError
@@ -22,17 +23,17 @@ from kvferry.proto.layout import Layout, grid
 from kvferry.proto.placement import KvShape
 from kvferry.proto.reshard import plan_reshard
 from kvferry.worker.device import open_device
-from kvferry.worker.kv_memory import GroupMemory, KvMemory
+from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.reshard_io import Cells, destination_cells, gather, scatter, source_cells
 
 SHAPE = KvShape(num_layers=2, num_kv_heads=4, head_size=2, dtype="float32")
 BEFORE = 0xEE
 
 
-def filled(memories: dict[int, GroupMemory]) -> dict[int, GroupMemory]:
+def filled(memories: dict[int, KvMemory]) -> dict[int, KvMemory]:
     for memory in memories.values():
-        for layer in memory.byte_layers:
-            layer[:] = BEFORE
+        for storage in storages_of(memory):
+            storage[:] = BEFORE
     return memories
 
 
@@ -45,9 +46,9 @@ def check_pair(
     size = (len(shape.layers), 2, tokens, shape.num_kv_heads, shape.head_bytes)
     dense = generator.integers(0, 256, size, dtype=np.uint8)
     tables = [random_table(random, layout, tokens) for layout in (source, destination)]
-    sender = rank_memories(source, shape, len(tables[0]) + 3)
+    sender = kv_memories(source, shape, len(tables[0]) + 3)
     taker, slow, wanted = (
-        filled(rank_memories(destination, shape, len(tables[1]) + 3)) for _ in range(3)
+        filled(kv_memories(destination, shape, len(tables[1]) + 3)) for _ in range(3)
     )
     fill(sender, source, shape, tables[0], dense=dense, positions=positions)
     fill(wanted, destination, shape, tables[1], dense=dense, positions=positions)
@@ -55,10 +56,10 @@ def check_pair(
     for transfer in plan.transfers:
         read, written = source_cells(transfer), destination_cells(transfer)
         memory = sender[transfer.src_rank]
-        payload = gather(memory, tables[0], read)
+        payload = gather(memory.groups[0], tables[0], read)
         assert len(payload) == transfer.num_bytes
         assert bytes(payload) == gather_by_loops(memory, tables[0], read)
-        scatter(taker[transfer.dst_rank], tables[1], written, payload)
+        scatter(taker[transfer.dst_rank].groups[0], tables[1], written, payload)
         scatter_by_loops(slow[transfer.dst_rank], tables[1], written, bytes(payload))
     for rank, memory in wanted.items():
         assert bytes_of(taker[rank]) == bytes_of(slow[rank]) == bytes_of(memory), f"rank {rank}"
@@ -84,17 +85,17 @@ def test_parts_of_a_rank_s_heads_are_moved(interleave: int) -> None:
 
 def test_a_table_that_begins_later_skips_the_tokens_before_it() -> None:
     source, destination = grid(block_tokens=4), grid(block_tokens=2, dcp=2)
-    (memory,) = rank_memories(source, SHAPE, 6).values()
-    for number, layer in enumerate(memory.byte_layers):
-        halves = np.asarray(layer).reshape(-1)
-        halves[:] = np.arange(halves.size) % 251 + number
+    (memory,) = kv_memories(source, SHAPE, 6).values()
+    for number, storage in enumerate(storages_of(memory)):
+        storage[:] = np.arange(storage.size) % 251 + number
     first, second = plan_reshard(source, destination, SHAPE, start=9, end=14).transfers
     table = np.array([4, 1, 3, 5])
     assert source_cells(first).tokens.tolist() == [10, 12]
     assert source_cells(second, skipped_tokens=8).tokens.tolist() == [1, 3, 5]
     assert destination_cells(second, skipped_tokens=4).tokens.tolist() == [0, 1, 2]
-    whole = gather(memory, table, source_cells(second))
-    assert gather(memory, table[2:], source_cells(second, skipped_tokens=8)) == whole
+    (group,) = memory.groups
+    whole = gather(group, table, source_cells(second))
+    assert gather(group, table[2:], source_cells(second, skipped_tokens=8)) == whole
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_a_table_that_begins_later_skips_the_tokens_before_it() -> None:
     ],
 )
 def test_cells_that_are_not_here_are_refused(changes: dict[str, object], message: str) -> None:
-    memory = rank_memories(grid(block_tokens=4, tp=2), SHAPE, 3)[1]
+    memory = kv_memories(grid(block_tokens=4, tp=2), SHAPE, 3)[1].groups[0]
     cells = Cells(layers=range(2), heads=range(2, 4), tokens=np.array([0, 7]))
     payload = gather(memory, np.array([2, 1]), cells)
     assert len(payload) == 2 * 2 * 2 * 2 * SHAPE.head_bytes

@@ -1,4 +1,4 @@
-"""Blocks to canonical bytes and back; which bytes those are is said in frames.py.
+"""Blocks to canonical bytes and back, whatever the memory order; which bytes is said in frames.py.
 
 Both directions take a list of places so that a whole frame costs one wait for the device.
 """
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvferry.proto.errors import BadInputError
-from kvferry.worker.device import DeviceBytes
+from kvferry.worker.device import DeviceBytes, Rows
 from kvferry.worker.frames import Place
 from kvferry.worker.kv_memory import GroupMemory
 
@@ -20,7 +20,12 @@ def gather(memory: GroupMemory, places: Sequence[Place]) -> bytes:
         BadInputError: a place outside the memory.
     """
     pieces = _half_pages(memory, places)
-    return b"".join(piece.data for piece in memory.device.to_host(pieces))
+    if memory.has_whole_halves:
+        return b"".join(piece.data for piece in memory.device.to_host(pieces))
+    rows = _rows_in_canonical_order(memory)
+    out = np.empty((len(pieces), len(rows), memory.head_bytes), dtype=np.uint8)
+    memory.device.read_rows(pieces, rows, out)
+    return out.tobytes()
 
 
 def scatter(memory: GroupMemory, places: Sequence[Place], payload: bytes | memoryview) -> None:
@@ -39,12 +44,21 @@ def scatter(memory: GroupMemory, places: Sequence[Place], payload: bytes | memor
             given=len(payload),
             allowed=f"{len(pieces) * half_page_bytes} bytes",
         )
-    sources = np.frombuffer(payload, dtype=np.uint8).reshape(len(pieces), half_page_bytes)
-    memory.device.from_host(pieces, list(sources))
+    source = np.frombuffer(payload, dtype=np.uint8)
+    if memory.has_whole_halves:
+        memory.device.from_host(pieces, list(source.reshape(len(pieces), half_page_bytes)))
+        return
+    rows = _rows_in_canonical_order(memory)
+    shape = (len(pieces), len(rows), memory.head_bytes)
+    memory.device.write_rows(pieces, rows, source.reshape(shape))
 
 
 def _half_pages(memory: GroupMemory, places: Sequence[Place]) -> list[DeviceBytes]:
-    """Return K and V of each layer of each place, in canonical order, uint8 [page_bytes / 2]."""
+    """Return K and V of each layer of each place, in canonical order.
+
+    Each is uint8 [page_bytes / 2] where that lies side by side. Elsewhere it is all bytes from
+    where the block begins, because other values lie between its own.
+    """
     num_layers = memory.geometry.num_layers
     for place in places:
         if not (
@@ -56,9 +70,20 @@ def _half_pages(memory: GroupMemory, places: Sequence[Place]) -> list[DeviceByte
                 given=str(place),
                 allowed=f"blocks below {memory.num_blocks}, layers below {num_layers}",
             )
-    return [
-        memory.byte_layers[layer][half, place.block_id]
-        for place in places
-        for layer in range(place.layer_start, place.layer_end)
-        for half in (0, 1)
-    ]
+    block_step = memory.strides.block_step
+    length = memory.geometry.page_bytes // 2 if memory.has_whole_halves else None
+    pieces = []
+    for place in places:
+        begin = place.block_id * block_step
+        end = None if length is None else begin + length
+        for layer in range(place.layer_start, place.layer_end):
+            pieces += [side[begin:end] for side in memory.sides[layer]]
+    return pieces
+
+
+def _rows_in_canonical_order(memory: GroupMemory) -> Rows:
+    """Return where the heads of each token of a block lie after its begin, in heads; int64."""
+    tokens = np.arange(memory.geometry.block_tokens) * memory.strides.token_step
+    heads = np.arange(len(memory.heads)) * memory.strides.head_step
+    rows: Rows = np.add.outer(tokens, heads).ravel() // memory.head_bytes
+    return rows

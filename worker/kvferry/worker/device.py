@@ -202,20 +202,20 @@ class CudaDevice:
 
     def read_rows(self, pieces: Sequence[DeviceBytes], rows: Rows, out: HostBytes) -> None:
         """Collect the rows on the GPU and copy them over this thread's pinned buffer to `out`."""
-        staged = self._staging([out[0].size] * len(pieces))
+        staged = self._staging([out.shape[1] * out.shape[2]] * len(pieces))
         with self._after_queued_work():
             chosen = torch.from_numpy(rows).to(self._device)
             for piece, target in zip(pieces, staged, strict=True):
                 taken = torch.as_tensor(piece).view(-1, out.shape[2]).index_select(0, chosen)
                 target.copy_(taken.view(-1), non_blocking=True)
-        for target, taken_bytes in zip(staged, out.reshape(len(pieces), -1), strict=True):
-            taken_bytes[:] = target.numpy()
+        for target, taken_bytes in zip(staged, out, strict=True):
+            taken_bytes[:] = target.numpy().reshape(taken_bytes.shape)
 
     def write_rows(self, pieces: Sequence[DeviceBytes], rows: Rows, source: HostBytes) -> None:
         """Copy the source over this thread's pinned buffer and spread the rows on the GPU."""
-        staged = self._staging([source[0].size] * len(pieces))
-        for target, given in zip(staged, source.reshape(len(pieces), -1), strict=True):
-            target.numpy()[:] = given
+        staged = self._staging([source.shape[1] * source.shape[2]] * len(pieces))
+        for target, given in zip(staged, source, strict=True):
+            target.numpy()[:] = given.reshape(-1)
         with self._after_queued_work():
             chosen = torch.from_numpy(rows).to(self._device)
             for piece, ready in zip(pieces, staged, strict=True):

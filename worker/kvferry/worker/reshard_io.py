@@ -1,5 +1,8 @@
 """The part of a sequence that two ranks share to bytes and back, whatever the layouts of the two.
 
+That includes their memory orders: memory counts as rows, as long as its order lets them be, and
+strides say which rows hold what is wanted.
+
 The bytes of some cells are [layers, 2 (K, V), tokens, heads, head_size], contiguous, little-endian:
 tokens in the order of the sequence, layers and heads ascending.
 """
@@ -121,24 +124,27 @@ def _places(
     memory: GroupMemory, table: BlockTable, cells: Cells
 ) -> tuple[list[DeviceBytes], Positions, int]:
     """Return K and V of each layer, the rows of each that are meant, and the bytes of a row."""
-    block_tokens = memory.geometry.block_tokens
+    block_tokens, strides = memory.geometry.block_tokens, memory.strides
     require_held(memory, cells)
     slots = _slots(memory, table, cells)
     first_head = cells.heads.start - memory.heads.start
-    num_heads = len(memory.heads)
-    # A row is as many heads as both the memory and what is wanted of it consist of, and where those
-    # are all heads, as many tokens as lie side by side everywhere: the larger, the fewer copies.
-    row_heads = math.gcd(num_heads, len(cells.heads), first_head)
-    row_tokens = _tokens_side_by_side(slots, block_tokens) if row_heads == num_heads else 1
-    heads = np.arange(first_head // row_heads, (first_head + len(cells.heads)) // row_heads)
-    firsts = slots[::row_tokens] // row_tokens * (num_heads // row_heads)
-    rows = np.add.outer(firsts, heads).ravel()
-    pieces = [
-        memory.byte_layers[layer - memory.layers.start][side]
-        for layer in cells.layers
-        for side in (0, 1)
-    ]
-    return pieces, rows, row_tokens * row_heads * memory.head_bytes
+    row_heads, row_tokens = 1, 1
+    # The larger a row, the fewer copies. Where heads lie side by side it is as many of them as both
+    # the memory and what is wanted of it consist of. Where those are all that is wanted and the
+    # next token's follow at once, it is as many tokens as lie side by side everywhere.
+    if strides.head_step == memory.head_bytes:
+        row_heads = math.gcd(len(memory.heads), len(cells.heads), first_head)
+    row_bytes = row_heads * memory.head_bytes
+    if row_heads == len(cells.heads) and strides.token_step == row_bytes:
+        row_tokens = _tokens_side_by_side(slots, block_tokens)
+        row_bytes *= row_tokens
+    # Memory has no gaps, so each of these distances is a whole number of rows.
+    block, token = np.divmod(slots[::row_tokens], block_tokens)
+    heads = np.arange(first_head, first_head + len(cells.heads), row_heads) * strides.head_step
+    firsts = block * strides.block_step + token * strides.token_step
+    rows = np.add.outer(firsts, heads).ravel() // row_bytes
+    pieces = [side for layer in cells.layers for side in memory.sides[layer - memory.layers.start]]
+    return pieces, rows, row_bytes
 
 
 def _slots(memory: GroupMemory, table: BlockTable, cells: Cells) -> Positions:

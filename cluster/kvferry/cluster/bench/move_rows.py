@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
+import torch
 
 from kvferry.cluster.bench.plan_rows import SHAPE
 from kvferry.cluster.bench.rows import Row, elapsed_ns, measure_pairs
@@ -105,9 +106,7 @@ def _rank(layout: Layout, rank: int, num_tokens: int) -> tuple[GroupMemory, Bloc
         num_blocks=num_blocks + 1,
         layout=layout,
         rank=rank,
-    ).groups[0]
-    random = np.random.default_rng(rank)
-    for layer in memory.byte_layers:
-        array = np.asarray(layer)
-        array[:] = random.integers(0, 256, array.shape, dtype=np.uint8)
-    return memory, random.permutation(num_blocks) + 1
+    )
+    for layer in memory.layers:
+        layer.view(torch.uint8).random_()
+    return memory.groups[0], np.random.default_rng(rank).permutation(num_blocks) + 1

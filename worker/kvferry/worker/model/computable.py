@@ -2,7 +2,6 @@
 
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.layout import Layout
-from kvferry.proto.memory_order import DEFAULT_ORDER
 
 
 def require_computable(layout: Layout, *, who: str) -> None:
@@ -10,13 +9,12 @@ def require_computable(layout: Layout, *, who: str) -> None:
 
     Raises:
         ConfigError: naming the rule and both values: it deals tokens over ranks (kind grid, dcp and
-            pcp), but cuts neither heads (tp) nor layers (pp), and has one order of memory.
+            pcp), but cuts neither heads (tp) nor layers (pp). Any memory order will do.
     """
     for name, given, allowed in (
         ("kind", layout.kind, "grid"),
         ("tp", layout.tp, 1),
         ("pp", layout.pp, 1),
-        ("memory", layout.memory, DEFAULT_ORDER),
     ):
         if given != allowed:
             raise ConfigError(
