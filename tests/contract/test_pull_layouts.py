@@ -9,13 +9,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.contract.exchange import SHAPE, Exchange, Messages, exchanging
+from tests.unit.worker.reshard_by_loops import identity_of
 
-from kvferry.proto.errors import ConfigError
+from kvferry.proto.errors import ConfigError, MismatchError
 from kvferry.proto.layout import Layout, grid, vllm
 from kvferry.worker import chunks
 from kvferry.worker.frames import Frame
 from kvferry.worker.pull import CANCELLED, merge_outcomes
 from kvferry.worker.service import WorkerService
+from kvferry.worker.transfer_wire import make_fetch_ask
 
 STAGE = (SHAPE.num_layers,)
 CHUNK_TOKENS = 10
@@ -355,3 +357,31 @@ def test_ranks_of_another_identity_send_nothing_and_the_difference_is_named() ->
         assert outcome.error is not None
         assert "head_size" in outcome.error
         exchange.assert_holds(0, 0)
+
+
+def test_ranks_that_are_taken_for_those_of_another_layout_send_nothing() -> None:
+    # Their blocks are cut alike, and the hashes are the same.
+    with exchanging(DEALT, ONE, num_blocks=2) as exchange:
+        exchange.source = replace(DEALT, interleave=2)
+        outcome = exchange.pull(0)
+        assert (outcome.num_blocks_of_run, outcome.num_bytes) == ((0,), 0)
+        assert outcome.error_type == "MismatchError"
+        assert outcome.error is not None
+        assert "interleave=2" in outcome.error
+
+
+@pytest.mark.parametrize("destination", [ONE, DEALT])
+def test_a_rank_that_is_taken_for_another_one_sends_nothing(destination: Layout) -> None:
+    with exchanging(DEALT, destination, num_blocks=2) as exchange:
+        exchange.addresses.reverse()
+        outcome = exchange.pull(0)
+        assert (outcome.num_blocks_of_run, outcome.num_bytes) == ((0,), 0)
+        assert outcome.error_type == "MismatchError"
+
+
+def test_who_says_no_layout_is_served_by_an_instance_of_one_rank_only() -> None:
+    with exchanging(ONE, ONE, num_blocks=1) as exchange:
+        ask = make_fetch_ask(identity_of(SHAPE), exchange.chain[:1])
+        assert next(exchange.senders[0].open_fetch(ask))
+    with exchanging(CUT, ONE, num_blocks=1) as exchange, pytest.raises(MismatchError):
+        next(exchange.senders[0].open_fetch(ask))

@@ -85,6 +85,7 @@ class Move:
     def run_of(self, index: int) -> PartRun:
         return PartRun(
             group_id=FIRST_GROUP,
+            source=self.source,
             hashes=self.hashes[self.first_block :],
             transfer=self.plan.transfers[index],
             table=self.tables[1],
@@ -238,7 +239,7 @@ def test_a_selection_of_what_is_not_here_is_refused_at_once(
         asked = Selection(
             layers=range(4), heads=range(2), runs=(StridedRuns(first=0, run_tokens=200),)
         )
-        ask = make_fetch_ask(identity_of(SHAPE), move.hashes, selection=asked)
+        ask = make_fetch_ask(identity_of(SHAPE), move.hashes, selection=asked, layout=ONE)
         header = next(move.senders[0].open_fetch(ask))
         assert isinstance(header, Header)
         assert header.num_found == 20

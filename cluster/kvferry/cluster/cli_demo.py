@@ -14,6 +14,7 @@ from kvferry.cluster.config import DEFAULT_KV_SIZE, ServiceConfig
 from kvferry.cluster.progress import stderr_progress
 from kvferry.cluster.serving.pool_size import KvSize, LengthLimit
 from kvferry.proto.errors import ConfigError
+from kvferry.proto.layout import Layout
 from kvferry.proto.layout_text import DEFAULT_BLOCK_TOKENS, parse_layout
 from kvferry.worker.model.sampling import SamplingParams
 
@@ -130,8 +131,8 @@ def demo(
         model=model or "",
         num_prefill=prefill,
         num_decode=decode,
-        prefill_layout=parse_layout(prefill_layout, block_tokens=block_tokens),
-        decode_layout=parse_layout(decode_layout, block_tokens=block_tokens),
+        prefill_layout=_layout("--prefill-layout", prefill_layout, block_tokens),
+        decode_layout=_layout("--decode-layout", decode_layout, block_tokens),
         kv_size=_kv_size(num_blocks, kv_bytes, memory_fraction),
         max_model_len=_length_limit(max_model_len),
         hash_seed=hash_seed,
@@ -153,6 +154,15 @@ def _kv_size(num_blocks: int | None, kv_bytes: str | None, memory_fraction: floa
         kv_bytes=None if kv_bytes is None else parse_bytes(kv_bytes),
         memory_fraction=memory_fraction,
     )
+
+
+def _layout(option: str, text: str, block_tokens: int) -> Layout:
+    try:
+        return parse_layout(text, block_tokens=block_tokens)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{option}: {error.message}", given=error.given, allowed=error.allowed
+        ) from None
 
 
 def _length_limit(text: str | None) -> LengthLimit:

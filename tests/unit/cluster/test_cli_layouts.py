@@ -63,7 +63,7 @@ def test_a_layout_that_cannot_be_is_refused_by_its_rule(
     monkeypatch.setattr(cli_demo, "_run", _start_nothing)
     assert refused(capsys, option, layout) == {
         "type": "ConfigError",
-        "message": message,
+        "message": f"{option}: {message}",
         "given": given,
         "allowed": allowed,
     }

@@ -106,6 +106,7 @@ class _PartPulls:
         skipped_tokens = load.first_block * self.memory.layout.block_tokens
         run = PartRun(
             group_id=load.group_id,
+            source=self.source.layout,
             hashes=load.source_hashes,
             transfer=transfer,
             table=np.array(load.block_ids, dtype=np.int64),

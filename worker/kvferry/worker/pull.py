@@ -6,6 +6,7 @@ from typing import Protocol
 
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId
+from kvferry.proto.layout import Layout
 from kvferry.proto.reshard import Transfer
 from kvferry.worker.frames import Frame, Header
 from kvferry.worker.selection import BlockTable
@@ -62,12 +63,13 @@ def merge_outcomes(outcomes: Sequence[PullOutcome]) -> PullOutcome:
 class PartRun:
     """One transfer of a plan: the part of a source rank's blocks that a destination rank takes.
 
-    `hashes` are consecutive blocks of the source rank, the first of them after
-    `skipped_source_tokens` of its local tokens. `table` has the destination rank's blocks, the
-    first of them after `skipped_tokens` of its own.
+    `source` is the source's layout. `hashes` are consecutive blocks of the source rank, the first
+    of them after `skipped_source_tokens` of its local tokens. `table` has the destination rank's
+    blocks, the first of them after `skipped_tokens` of its own.
     """
 
     group_id: GroupId
+    source: Layout
     hashes: Sequence[BlockHash]
     transfer: Transfer
     table: BlockTable

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from kvferry.proto.errors import (
@@ -15,6 +16,7 @@ from kvferry.proto.errors import (
 )
 from kvferry.proto.identity import identity_from_cbor, require_equal_identities
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, Incarnation, LeaseId, pack_group
+from kvferry.proto.layout_text import layout_text
 from kvferry.proto.step_messages import Source
 from kvferry.worker.block_io import scatter
 from kvferry.worker.frames import DEFAULT_FRAME_BYTES, Frame, Header
@@ -152,6 +154,7 @@ class WorkerService:
 
         Raises:
             IdentityMismatchError: another identity.
+            MismatchError: meant for another rank, or for one of another layout.
             StaleError: meant for another life of this worker.
             NotFoundError: a block left its place while it was read.
             BadInputError: no such group, a frame size out of range, or a selection that does not
@@ -159,6 +162,7 @@ class WorkerService:
         """
         try:
             self._require_same(ask)
+            self._require_own_place(ask)
             if ask.incarnation not in (0, self.incarnation):
                 raise StaleError(
                     "the worker at this address is in another life",
@@ -247,4 +251,16 @@ class WorkerService:
                 "the caller has another identity",
                 given=ask.identity_digest.hex(),
                 allowed=self._identity_digest.hex(),
+            )
+
+    def _require_own_place(self, ask: FetchAsk) -> None:
+        """Refuse a caller that takes this for another rank: it would read other bytes."""
+        own = self.memory.layout
+        asked = None if ask.layout is None else replace(ask.layout, memory=own.memory)
+        one_rank = asked is None and own.num_ranks == 1
+        if not one_rank and (asked, ask.rank) != (own, self.memory.rank):
+            raise MismatchError(
+                "the caller takes this worker for another rank, or one of another layout",
+                given={"layout": asked and layout_text(asked), "rank": ask.rank},
+                allowed={"layout": layout_text(own), "rank": self.memory.rank},
             )

@@ -92,7 +92,9 @@ class TransferClient:
         timeout_s: float,
         cancel: threading.Event,
     ) -> PullOutcome:
-        """Fetch runs of blocks one after the other, verifying every frame before it lands.
+        """Fetch runs of blocks from the same rank of another instance of the memory's layout.
+
+        One run after the other, verifying every frame before it lands.
 
         All writing happens in the calling thread, so the writer is closed when this returns. A
         peer's failure or silence, a cancel, the deadline, or a run that the peer holds only the
@@ -120,6 +122,8 @@ class TransferClient:
                     group_id=run.group_id,
                     lease_id=lease_id,
                     incarnation=incarnation,
+                    layout=memory.layout,
+                    rank=memory.rank,
                 )
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
@@ -168,6 +172,8 @@ class TransferClient:
             lease_id=lease_id,
             incarnation=incarnation,
             selection=selection_of(transfer, skipped_tokens=run.skipped_source_tokens),
+            layout=run.source,
+            rank=transfer.src_rank,
         )
 
         def pull() -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from kvferry.proto.errors import TransferError
 from kvferry.proto.identity import Identity, identity_from_cbor, identity_to_cbor
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, GroupId, join_hashes, split_hashes
+from kvferry.proto.layout import Layout
+from kvferry.proto.layout_text import layout_text, parse_layout
 from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker.frames import Frame, Geometry, Header, Segment
 from kvferry.worker.selection import Selection
@@ -20,7 +22,8 @@ _TAG_PAYLOAD = bytes([3 << 3 | 2])
 class FetchAsk:
     """Which blocks are wanted. `incarnation` 0 means any; `max_frame_bytes` 0 the worker's own.
 
-    `selection` is the part of them that is wanted, None for all of each.
+    `selection` is the part of them that is wanted, None for all of each. `layout` is how the caller
+    takes the worker's instance to be laid out, None for one rank; `rank` which of them it asks.
     """
 
     identity_digest: bytes
@@ -31,6 +34,8 @@ class FetchAsk:
     incarnation: int = 0
     max_frame_bytes: int = 0
     selection: Selection | None = None
+    layout: Layout | None = None
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,8 @@ def make_fetch_ask(
     incarnation: int = 0,
     max_frame_bytes: int = 0,
     selection: Selection | None = None,
+    layout: Layout | None = None,
+    rank: int = 0,
 ) -> FetchAsk:
     """Return the ask for the blocks of `hashes` under `identity`, or for a part of them."""
     return FetchAsk(
@@ -75,6 +82,8 @@ def make_fetch_ask(
         incarnation=incarnation,
         max_frame_bytes=max_frame_bytes,
         selection=selection,
+        layout=layout,
+        rank=rank,
     )
 
 
@@ -112,6 +121,8 @@ def fetch_ask_to_proto(ask: FetchAsk) -> transfer_pb2.FetchRequest:
         incarnation=ask.incarnation,
         max_frame_bytes=ask.max_frame_bytes,
         selection=None if ask.selection is None else selection_to_proto(ask.selection),
+        layout="" if ask.layout is None else layout_text(ask.layout),
+        rank=ask.rank,
     )
 
 
@@ -120,6 +131,7 @@ def fetch_ask_from_proto(message: transfer_pb2.FetchRequest) -> FetchAsk:
 
     Raises:
         BadInputError: the joined hashes are not a whole number of hashes.
+        ConfigError: a layout that cannot be.
     """
     return FetchAsk(
         identity_digest=message.identity_digest,
@@ -132,6 +144,8 @@ def fetch_ask_from_proto(message: transfer_pb2.FetchRequest) -> FetchAsk:
         selection=(
             selection_from_proto(message.selection) if message.HasField("selection") else None
         ),
+        layout=parse_layout(message.layout) if message.layout else None,
+        rank=message.rank,
     )
 
 

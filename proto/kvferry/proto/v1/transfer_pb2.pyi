@@ -272,6 +272,8 @@ class FetchRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     MAX_FRAME_BYTES_FIELD_NUMBER: builtins.int
     SELECTION_FIELD_NUMBER: builtins.int
+    LAYOUT_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
     identity_digest: builtins.bytes
     """sha256 over the caller's identity; refused with FAILED_PRECONDITION when it is not the worker's."""
     identity_cbor: builtins.bytes
@@ -290,6 +292,12 @@ class FetchRequest(google.protobuf.message.Message):
     """The life of the worker the caller means; 0 for any."""
     max_frame_bytes: builtins.int
     """Payload bytes of a frame, at most, unless one page is larger; 0 for the worker's choice."""
+    layout: builtins.str
+    """How the caller takes the worker's instance to be laid out (docs/layouts.md, "As text"), and which
+    of its ranks the worker to be. Under one hash, every rank has other bytes, so what differs is
+    refused with FAILED_PRECONDITION; the memory order may differ. Empty: an instance of one rank.
+    """
+    rank: builtins.int
     @property
     def selection(self) -> Global___Selection:
         """The part of the blocks that is wanted; absent for all of them. Its tokens, ascending, travel in
@@ -309,9 +317,11 @@ class FetchRequest(google.protobuf.message.Message):
         incarnation: builtins.int = ...,
         max_frame_bytes: builtins.int = ...,
         selection: Global___Selection | None = ...,
+        layout: builtins.str = ...,
+        rank: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["selection", b"selection"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["group_id", b"group_id", "hash_bytes", b"hash_bytes", "hashes", b"hashes", "identity_cbor", b"identity_cbor", "identity_digest", b"identity_digest", "incarnation", b"incarnation", "lease_id", b"lease_id", "max_frame_bytes", b"max_frame_bytes", "selection", b"selection"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group_id", b"group_id", "hash_bytes", b"hash_bytes", "hashes", b"hashes", "identity_cbor", b"identity_cbor", "identity_digest", b"identity_digest", "incarnation", b"incarnation", "layout", b"layout", "lease_id", b"lease_id", "max_frame_bytes", b"max_frame_bytes", "rank", b"rank", "selection", b"selection"]) -> None: ...
 
 Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
 

@@ -124,7 +124,8 @@ class TransferStub(typing.Generic[_TransferDescribeType, _TransferFetchType, _Tr
     every other one a frame. Nothing resident is no error: num_found is 0 and the stream ends.
       INVALID_ARGUMENT     a malformed request, an unknown group, a frame size out of range, a
                            selection of what is not here or beyond the asked blocks
-      FAILED_PRECONDITION  another identity (differing fields are named when the identity is given)
+      FAILED_PRECONDITION  another identity (differing fields are named when the identity is given),
+                           another layout or rank
       ABORTED              the worker is in another life than `incarnation`
       NOT_FOUND            mid-stream: a block left its place while it was read; `given` names the
                            hash index. Blocks delivered before it are good.
@@ -176,7 +177,8 @@ class TransferServicer(metaclass=abc.ABCMeta):
         every other one a frame. Nothing resident is no error: num_found is 0 and the stream ends.
           INVALID_ARGUMENT     a malformed request, an unknown group, a frame size out of range, a
                                selection of what is not here or beyond the asked blocks
-          FAILED_PRECONDITION  another identity (differing fields are named when the identity is given)
+          FAILED_PRECONDITION  another identity (differing fields are named when the identity is given),
+                               another layout or rank
           ABORTED              the worker is in another life than `incarnation`
           NOT_FOUND            mid-stream: a block left its place while it was read; `given` names the
                                hash index. Blocks delivered before it are good.
