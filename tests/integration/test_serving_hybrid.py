@@ -123,3 +123,28 @@ def test_many_requests_at_once_stay_equal_under_preemption(hybrid_service: Any) 
     hybrid_service.add("p0", "prefill", num_blocks=100)
     hybrid_service.add("d0", "decode", num_blocks=56, token_budget=24)
     require_equal_under_preemption(hybrid_service, prompt(7, 80), max_tokens=60)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "pulled", "pulled_tokens"),
+    [
+        # All 96 tokens, and twice the window's 40 in whole blocks of the one who takes them.
+        ((8, 16), 96, 96 + 2 * 48),
+        ((16, 8), 96, 96 + 2 * 40),
+        ((8, 24), 96, 96 + 2 * 48),
+        # A window must end with a block of both, and none of these does within 96 tokens.
+        ((24, 40), 0, 0),
+    ],
+)
+def test_windows_are_handed_over_between_blocks_of_different_sizes(
+    hybrid_service: Any, blocks: tuple[int, int], pulled: int, pulled_tokens: int
+) -> None:
+    for name, role, size in zip(("p0", "d0"), ("prefill", "decode"), blocks, strict=True):
+        hybrid_service.add(name, role, layout=Layout(block_tokens=size), hash_block_tokens=8)
+    served = with_router(
+        hybrid_service.router(), lambda r: r.serve(ask("a", prompt(1, 100), max_tokens=60))
+    )
+    require_equal(hybrid_service, served)
+    assert served.accounting.remote_hit_tokens == pulled
+    assert served.pulled_bytes == pulled_tokens * GROUP_BLOCK_BYTES // 8
+    wait_until_idle(hybrid_service)
