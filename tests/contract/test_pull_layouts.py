@@ -202,27 +202,30 @@ def test_after_a_transfer_that_failed_nobody_else_is_called() -> None:
         exchange.assert_holds(0, 0)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("num_blocks", "at_once"), [(0, False), (2, False), (2, True)])
 def test_a_block_that_leaves_its_place_at_one_rank_ends_the_prefix_of_whole_blocks(
-    num_blocks: int, *, at_once: bool
+    rank: int, num_blocks: int, *, at_once: bool
 ) -> None:
-    # Tokens of source rank 1 come in chunks of 10. Its block 7 begins with the 29th, so two chunks
+    # Tokens of a source rank come in chunks of 10. Its block 7 begins with the 29th, so two chunks
     # arrive: positions up to 39, of which two blocks of 16 are whole. Its block 2 has the 10th
     # token, so nothing does.
     lost = 7 if num_blocks else 2
 
     def lose(_: WorkerService, messages: Messages) -> Messages:
         yield next(messages)
-        exchange.lose(1, lost)
+        exchange.lose(rank, lost)
         yield from messages
 
     with exchanging(DEALT, ONE, num_blocks=5) as exchange:
         if at_once:
-            exchange.lose(1, lost)
+            exchange.lose(rank, lost)
         else:
-            exchange.senders[1].tamper = lose
+            exchange.senders[rank].tamper = lose
         outcome = exchange.pull(0)
         assert outcome.num_blocks_of_run == (num_blocks,)
+        # The other rank is asked all the same, before or after.
+        assert [one.stats().num_fetches for one in exchange.senders] == [1, 1]
         assert (outcome.error_type, outcome.num_checksum_failures) == ("NotFoundError", 0)
         exchange.assert_holds(0, num_blocks, only=False)
 

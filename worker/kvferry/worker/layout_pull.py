@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kvferry.proto.errors import NotFoundError
 from kvferry.proto.ids import LeaseId
 from kvferry.proto.placement import shape_of
 from kvferry.proto.reshard import Transfer, plan_reshard
@@ -60,7 +61,7 @@ def pull_loads(
     pulling = _PartPulls(client, memory, source, lease_id, time.monotonic() + timeout_s, cancel)
     num_blocks = tuple(pulling.fill(load) for load in loads)
     parts = pulling.outcomes
-    failed = parts[-1] if parts else None
+    failed = pulling.failed
     return PullOutcome(
         num_blocks_of_run=num_blocks,
         num_bytes=sum(part.num_bytes for part in parts),
@@ -72,7 +73,10 @@ def pull_loads(
 
 @dataclass(slots=True)
 class _PartPulls:
-    """Pulls transfer after transfer until one fails."""
+    """Pulls transfer after transfer, until one fails for another reason than that a block is gone.
+
+    The first tokens of a load may be at all other ranks that it needs, so those are asked too.
+    """
 
     client: TransferClient
     memory: KvMemory
@@ -82,8 +86,15 @@ class _PartPulls:
     cancel: threading.Event
     outcomes: list[PartOutcome] = field(init=False, default_factory=list)
 
+    @property
+    def failed(self) -> PartOutcome | None:
+        """The first transfer that failed."""
+        return next((outcome for outcome in self.outcomes if outcome.error is not None), None)
+
     def fill(self, load: GroupLoad) -> int:
-        """Return how many of a load's first blocks are whole on this rank now."""
+        """Return how many of a load's first blocks are whole on this rank; 0 after one failed."""
+        if self.failed is not None:
+            return 0
         own = self.memory.layout
         start = load.first_block * own.virtual_block_tokens
         plan = plan_reshard(
@@ -101,7 +112,7 @@ class _PartPulls:
 
     def _pull(self, load: GroupLoad, transfer: Transfer) -> int:
         """Pull one transfer; return how many of the load's first blocks have all of its tokens."""
-        if self.outcomes and self.outcomes[-1].error is not None:
+        if self.outcomes and self.outcomes[-1].error_type not in (None, NotFoundError.__name__):
             return 0
         skipped_tokens = load.first_block * self.memory.layout.block_tokens
         run = PartRun(
