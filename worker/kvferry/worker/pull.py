@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId
 from kvferry.proto.layout import Layout
 from kvferry.proto.reshard import Transfer
 from kvferry.worker.frames import Frame, Header
+from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.selection import BlockTable
 from kvferry.worker.transfer_session import PullSession
 
@@ -115,20 +115,8 @@ def receive(
     session.close()
 
 
-class Destinations(Protocol):
-    """Blocks to be filled, and the hashes that they will be found by."""
-
-    @property
-    def hashes(self) -> Sequence[BlockHash]:
-        """One per block."""
-
-    @property
-    def block_ids(self) -> Sequence[BlockId]:
-        """The blocks."""
-
-
-def require_destinations(runs: Sequence[Destinations], num_blocks: int) -> None:
-    """Refuse runs that do not have one block per hash.
+def require_destinations(runs: Sequence[BlockRun | GroupLoad], num_blocks: int) -> None:
+    """Refuse runs, or loads, that do not have one block per hash.
 
     Raises:
         BadInputError: another number of blocks than of hashes, a block twice (also in two runs: a
