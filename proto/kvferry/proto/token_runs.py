@@ -6,6 +6,7 @@ looked at, whatever the length of the range.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,17 +59,29 @@ class TokenRuns:
 
     def source_tokens(self) -> Positions:
         """Return the source rank's local tokens, in the order of the runs; int64 [num_tokens]."""
-        return self._spread(self.source_first, [loop.source_step for loop in self.loops])
+        loops = [(loop.count, loop.source_step) for loop in self.loops]
+        return tokens_of_runs(self.source_first, self.run_tokens, loops)
 
     def destination_tokens(self) -> Positions:
         """Return the destination rank's local tokens, likewise."""
-        return self._spread(self.destination_first, [loop.destination_step for loop in self.loops])
+        loops = [(loop.count, loop.destination_step) for loop in self.loops]
+        return tokens_of_runs(self.destination_first, self.run_tokens, loops)
 
-    def _spread(self, first: int, steps: list[int]) -> Positions:
-        spread = np.array([first], dtype=np.int64)
-        for loop, step in zip(self.loops, steps, strict=True):
-            spread = np.add.outer(spread, np.arange(loop.count, dtype=np.int64) * step).ravel()
-        return np.add.outer(spread, np.arange(self.run_tokens, dtype=np.int64)).ravel()
+
+def tokens_of_runs(first: int, run_tokens: int, loops: Sequence[tuple[int, int]]) -> Positions:
+    """Return the tokens of repeated runs, in their order; int64 [num_tokens].
+
+    Args:
+        first: the first token of the first run.
+        run_tokens: consecutive tokens of a run.
+        loops: (count, step in tokens) of each repetition, the outer one first.
+    """
+    tokens = np.array([first], dtype=np.int64)
+    for count, step in (*loops, (run_tokens, 1)):
+        # A single round makes no step, whatever a peer says it is.
+        steps = np.arange(count, dtype=np.int64) * (step if count > 1 else 0)
+        tokens = np.add.outer(tokens, steps).ravel()
+    return tokens
 
 
 Pair = tuple[int, int]

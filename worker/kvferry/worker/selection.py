@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.reshard import Transfer
-from kvferry.proto.token_runs import Positions
+from kvferry.proto.token_runs import Positions, tokens_of_runs
 
 BlockTable = npt.NDArray[np.int64]
 """The block ids of a sequence on one rank, in order."""
@@ -37,12 +37,7 @@ class StridedRuns:
 
     def tokens(self) -> Positions:
         """Return the tokens in the order of the runs; int64 [num_tokens]."""
-        spread = np.array([self.first], dtype=np.int64)
-        for count, step in (*self.loops, (self.run_tokens, 1)):
-            # A single round makes no step, whatever a peer says it is.
-            steps = np.arange(count, dtype=np.int64) * (step if count > 1 else 0)
-            spread = np.add.outer(spread, steps).ravel()
-        return spread
+        return tokens_of_runs(self.first, self.run_tokens, self.loops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
