@@ -1,8 +1,8 @@
-"""Which instances hold which hash: one dictionary per class and group, one bit per instance.
+"""Which instances hold which hash: one dictionary per size class and group, one bit per instance.
 
-Fed by the events of the pools; answers the longest prefix of every instance in one pass per class.
-Instances of one identity whose blocks cover as many hashes of the chain are a class: they are found
-by the same hashes, the last of each block.
+Fed by the events of the pools; answers the longest prefix of every instance in one pass per size
+class. Instances of one identity whose blocks cover as many hashes of the chain are a size class:
+their blocks are found by the same hashes, the last of each block.
 
 Masks that were made alike are one object, so that the pass compares pointers, not bits: its time
 hardly depends on the number of instances.
@@ -76,7 +76,7 @@ class _Toggle:
 
 
 @dataclass(slots=True)
-class _Class:
+class _SizeClass:
     """Members of one identity whose blocks cover `hashes_per_block` hashes, and what they hold."""
 
     identity_digest: bytes
@@ -147,11 +147,11 @@ class LocationIndex:
     """
 
     def __init__(self) -> None:
-        self._classes: dict[bytes, dict[int, _Class]] = {}
+        self._classes: dict[bytes, dict[int, _SizeClass]] = {}
         # A pool may hold one hash in several blocks. Only the copies beyond the first are counted
         # here: they are rare.
         self._extra_copies: dict[tuple[int, GroupId, BlockHash], int] = {}
-        self._class_of: dict[InstanceId, _Class] = {}
+        self._class_of: dict[InstanceId, _SizeClass] = {}
         self._numbers: dict[InstanceId, int] = {}
         self._members: dict[int, InstanceId] = {}
 
@@ -174,7 +174,7 @@ class LocationIndex:
         self._numbers[instance_id] = number
         self._members[number] = instance_id
         classes = self._classes.setdefault(identity_digest, {})
-        joined = classes.setdefault(hashes_per_block, _Class(identity_digest, hashes_per_block))
+        joined = classes.setdefault(hashes_per_block, _SizeClass(identity_digest, hashes_per_block))
         joined.everyone |= 1 << number
         self._class_of[instance_id] = joined
 
