@@ -129,14 +129,19 @@ class Rank:
         return _plan_pool(settings, loaded, self._device)
 
     def meeting_point(self) -> MeetingPoint:
-        """Return a place where the ranks of the instance can meet; kept by the caller (rank 0)."""
+        """Return a place where the ranks of the instance can meet; kept by the caller (rank 0).
+
+        Raises:
+            ConfigError: the host of `bind` is not an address of this machine.
+        """
         return MeetingPoint(self._own_host())
 
     def open(self, order: OpenOrder) -> RankOpened:
         """Allocate the memory, serve it to peers, and meet the other ranks.
 
         Raises:
-            ConfigError: sizes that do not fit, or `load` was not called.
+            ConfigError: sizes that do not fit, several ranks on another device than the CPU, or
+                `load` was not called.
             InsecureBindError, PortTakenError: the transfer server cannot listen.
             UnavailableError: not all ranks came in time.
         """
@@ -161,6 +166,7 @@ class Rank:
         Raises:
             BadInputError, TokenError, PromptTooLongError: as `ModelRunner.forward`.
             UnavailableError: another rank stopped.
+            ConfigError: `open` was not called.
         """
         if self._runner is None:
             raise ConfigError("a rank computes before it is open", allowed="open() first")
@@ -182,14 +188,21 @@ class Rank:
         loads: Sequence[GroupLoad],
         timeout_s: float,
     ) -> PullOutcome:
-        """Pull this rank's part, until it is done or `cancel_pull` is called with this id."""
-        cancel = self._cancels.setdefault(pull_id, threading.Event())
+        """Pull this rank's part, until it is done or `cancel_pull` is called with this id.
+
+        Ids are not used twice.
+
+        Raises:
+            BadInputError: as `WorkerService.pull`.
+            ConfigError: `open` was not called.
+        """
+        cancel = self._cancels[pull_id] = threading.Event()
         try:
             return self.worker.pull(
                 source=source, lease_id=lease_id, loads=loads, timeout_s=timeout_s, cancel=cancel
             )
         finally:
-            self._cancels.pop(pull_id, None)
+            del self._cancels[pull_id]
 
     def cancel_pull(self, pull_id: str) -> None:
         """Stop a pull; it ends with an outcome that says so. One that has ended is no error."""
