@@ -43,8 +43,8 @@ class RouterSettings:
     handoff_ttl_s: float = 60.0
     """How long a prefill instance keeps handed-over blocks for a decode side that does not come."""
 
-    min_prefill_blocks: int = 1
-    """A prefill instance is used only if this many of the prompt's blocks are held by nobody."""
+    min_prefill_hashes: int = 1
+    """A prefill instance is used only if nobody holds so many of the prompt's hash blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,8 +195,8 @@ class Router:
         route = choose_route(
             tuple(h for h in holders if self._legs.is_alive(h.source.instance_id)),
             self._legs.in_flight(),
-            num_prompt_blocks=len(hashes),
-            min_prefill_blocks=self._settings.min_prefill_blocks,
+            num_prompt_hashes=len(hashes),
+            min_prefill_hashes=self._settings.min_prefill_hashes,
         )
         if route is None:
             deaths = self._legs.deaths()

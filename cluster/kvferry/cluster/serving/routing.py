@@ -1,6 +1,6 @@
 """Which instance decodes, and whether a prefill instance should go first. Pure.
 
-A block missing locally costs little when a peer holds it (it is pulled) and much when nobody does
+A missing hash block costs little when a peer holds it (it is pulled) and much when nobody does
 (it is computed), but the latter cost is the same wherever the request goes. What is left to weigh
 is pulling against queueing behind other requests.
 """
@@ -12,10 +12,10 @@ from kvferry.proto.ids import InstanceId
 from kvferry.proto.messages import Holder
 
 PULL_COST = 0.1
-"""Cost of pulling one block, in blocks computed."""
+"""Cost of pulling one hash block, in hash blocks computed."""
 
 REQUEST_COST_BLOCKS = 4.0
-"""Cost of one request already in flight there, in blocks computed."""
+"""Cost of one request already in flight there, in hash blocks computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,24 +30,24 @@ def choose_route(
     holders: tuple[Holder, ...],
     in_flight: Mapping[InstanceId, int],
     *,
-    num_prompt_blocks: int,
-    min_prefill_blocks: int,
+    num_prompt_hashes: int,
+    min_prefill_hashes: int,
 ) -> Route | None:
     """Return the cheapest route, or None when no decode instance is alive.
 
     Args:
-        holders: all live instances of the model with the length of the prefix each holds.
+        holders: all live instances of the model with the hashes of the prefix that each holds.
         in_flight: the router's own count of requests per instance.
-        num_prompt_blocks: full hash blocks of the prompt, short of its last token.
-        min_prefill_blocks: send to a prefill instance only if nobody holds so many hash blocks.
+        num_prompt_hashes: full hash blocks of the prompt, short of its last token.
+        min_prefill_hashes: send to a prefill instance only if nobody holds so many of them.
     """
     decoders = [holder for holder in holders if holder.role == "decode"]
     if not decoders:
         return None
-    held_anywhere = min(max(holder.num_hashes for holder in holders), num_prompt_blocks)
+    held_anywhere = min(max(holder.num_hashes for holder in holders), num_prompt_hashes)
     prefillers = [holder for holder in holders if holder.role == "prefill"]
     decode = _cheapest(decoders, in_flight, held_anywhere)
-    if not prefillers or num_prompt_blocks - held_anywhere < min_prefill_blocks:
+    if not prefillers or num_prompt_hashes - held_anywhere < min_prefill_hashes:
         return Route(decode=decode, prefill=None)
     return Route(decode=decode, prefill=_cheapest(prefillers, in_flight, held_anywhere))
 
