@@ -1,7 +1,8 @@
 """The seams of the cluster: what the engine, the router and the launcher need from others.
 
-Each has a real implementation, over Ray (`ray_handles`) or gRPC (`coordinator_client`), and can be
-played by an object in the same process; errors are always kvferry's own.
+Each has a real implementation, over Ray (`ray_handles`, `ray_ranks`) or gRPC
+(`coordinator_client`), and can be played by an object in the same process; errors are always
+kvferry's own.
 """
 
 from typing import Any, Protocol

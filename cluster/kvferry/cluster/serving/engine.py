@@ -53,7 +53,7 @@ MAX_PARALLEL_LOADS = 4
 
 
 class BlockMover(Protocol):
-    """What the engine needs from the worker that holds its KV tensors."""
+    """What the engine needs from whoever holds its KV tensors: all ranks of its instance."""
 
     def written(self, group_id: GroupId, pairs: Iterable[tuple[BlockHash, BlockId]]) -> None:
         """Blocks of a group are completely written and may be served to peers."""
@@ -70,7 +70,14 @@ class BlockMover(Protocol):
         timeout_s: float,
         cancel: threading.Event,
     ) -> PullOutcome:
-        """Fetch blocks from a peer; returns (never raises) once no write can follow."""
+        """Fetch blocks from a peer; return once no write can follow.
+
+        A peer's failure is told in the outcome.
+
+        Raises:
+            KvferryError: this instance is at fault: loads that do not fit it, or a rank that is
+                gone, so that nobody knows whether it still writes.
+        """
 
 
 Forward = Callable[[tuple[Run, ...]], dict[RequestId, int]]
@@ -82,7 +89,7 @@ class Engine:
 
     Args:
         forward: runs the model over slices and samples.
-        mover: the worker that holds the KV tensors.
+        mover: moves the blocks of the KV tensors, on every rank.
         coordinator: asked in the background, one question at a time, where slots are needed.
         tells_content: as `Registered.wants_content` says.
     """

@@ -15,7 +15,8 @@ Policy = Literal["fcfs", "priority"]
 class Limits:
     """What one engine can take; sizes in tokens or blocks (null block included).
 
-    `specs`: what a block of each cache group is.
+    A block is what a block id covers over all ranks: `block_tokens` are those of a virtual block.
+    `specs`: what such a block of each cache group is.
     """
 
     num_blocks: int

@@ -41,6 +41,15 @@ class Sequence:
 
     `block_tables` holds a table per cache group. Where a group gave a block back, its table may
     still name it: nothing after that reads it. `granted_tokens`: slots `[0, n)` may be written.
+
+    Args:
+        request: what was asked.
+        scheme: how its tokens are hashed.
+        block_tokens: tokens of a virtual block, a multiple of the scheme's hash block.
+        num_groups: cache groups of the model.
+
+    Raises:
+        ConfigError: blocks that are no multiple of a hash block.
     """
 
     def __init__(

@@ -24,9 +24,10 @@ class SequenceSlice:
     """Tokens `[start_position, start_position + len(token_ids))` of a sequence, to be computed.
 
     `block_tables` has one table per group of the model's identity; block `i` of a table holds
-    positions `[i * block_tokens, (i + 1) * block_tokens)` of the group's layers. What the slice
-    sees before `start_position` has been written there already. A block that lies wholly before
-    the window of `start_position` is not looked at: the table may name any block there.
+    positions `[i * V, (i + 1) * V)` of the group's layers, V being the tokens of a block over all
+    ranks that tokens are dealt over. What the slice sees before `start_position` has been written
+    there already. A block that lies wholly before the window of `start_position` is not looked at:
+    the table may name any block there.
     """
 
     token_ids: Sequence[int]
