@@ -7,9 +7,10 @@
         cache.store(token_ids, layers)
         reader = ferry.events(instance_id)     # what an instance has cached, where that is told
 
-Tokens are hashed here, under the service's scheme; only full blocks count. Tensors have, per layer,
-the shape [2 (K, V), num_tokens, num_kv_heads, head_size] in the identity's KV dtype, on any device.
-A fetch or a lookup that finds nothing is a miss (0), never an error.
+Tokens are hashed here, under the service's scheme, and a block is what one hash covers, whatever
+the blocks of the instances are; only full blocks count. Tensors have, per layer, the shape
+[2 (K, V), num_tokens, num_kv_heads, head_size] in the identity's KV dtype, on any device. A fetch
+or a lookup that finds nothing is a miss (0), never an error.
 """
 
 from typing import Self

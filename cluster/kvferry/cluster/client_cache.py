@@ -33,7 +33,8 @@ _log = logging.getLogger(__name__)
 class Hit:
     """The longest cached prefix, in tokens and in full blocks, and who holds it (None: a miss).
 
-    It is usable for every group of layers: of a group with a window or a chunk, its end is held.
+    Blocks are hash blocks. The prefix is usable for every group of layers: of a group with a window
+    or a chunk, its end is held.
     """
 
     num_tokens: int
@@ -47,6 +48,9 @@ class ModelCache:
     A prefix is looked up, fetched and stored for all layers together. Where groups of layers have a
     window or a chunk, only that part of those layers moves that the token after the prefix can
     still attend to: it is all an engine needs, and all it may still have itself.
+
+    A block is a hash block everywhere here, of `block_tokens` tokens. Instances with larger blocks
+    serve whole ones of theirs, and take no stores.
 
     `token_ids` may be any sequence of integers, numpy and torch ones included; `keys` names what
     else the content depends on. Every method raises TokenError for tokens that cannot be hashed,

@@ -44,7 +44,7 @@ def acquire_lease(
 class Lease:
     """A prefix kept in place at one instance; made by `ModelCache.lease`.
 
-    `num_tokens` 0 (and `source` None) when nobody holds the first block.
+    `num_blocks` are hash blocks. `num_tokens` 0 (and `source` None) when nobody holds a prefix.
     """
 
     def __init__(self, control: ControlClient, leased: Leased, block_tokens: int) -> None:

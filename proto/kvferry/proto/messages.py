@@ -38,7 +38,7 @@ class InstanceInfo:
     """One instance as it introduces itself.
 
     `num_blocks` includes the null block. `rank_addresses` are `host:port` of the transfer servers
-    of its ranks, rank 0 first. A virtual block of `layout` is a
+    of its ranks, rank 0 first, `rank_pids` their processes. A virtual block of `layout` is a
     multiple of a hash block of `scheme`. `max_model_len` is in tokens, 0 for a store.
     `max_in_flight_tokens`: most tokens of one request that are computed in one step; it bounds the
     blocks that a group with a window holds (0: not told).
@@ -150,7 +150,10 @@ class AcquireLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leased:
-    """The lease, on whole blocks of the source; 0 hashes and no lease when nobody holds a block."""
+    """The lease, on whole blocks of the source: the first `num_hashes` of the asked chain.
+
+    0 hashes and no lease when nobody holds a prefix.
+    """
 
     lease_id: LeaseId | None
     source: Source | None

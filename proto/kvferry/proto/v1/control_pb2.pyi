@@ -614,7 +614,7 @@ class LeaseReply(google.protobuf.message.Message):
     NUM_HASHES_FIELD_NUMBER: builtins.int
     TTL_S_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
-    """Absent, as is `source`, when nobody holds the first hash (then num_hashes is 0)."""
+    """Absent, as is `source`, when nobody holds a prefix (then num_hashes is 0)."""
     num_hashes: builtins.int
     """Hashes of the asked prefix that the lease keeps."""
     ttl_s: builtins.float
