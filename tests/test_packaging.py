@@ -26,6 +26,7 @@ SHELLS = {
         "kvferry.worker.device",
         "kvferry.worker.grpc_errors",
         "kvferry.worker.kv_memory",
+        "kvferry.worker.layout_pull",
         "kvferry.worker.model.*",
         "kvferry.worker.reshard_io",
         "kvferry.worker.served",
@@ -43,6 +44,8 @@ SHELLS = {
         "kvferry.cluster.demo.report",
         "kvferry.cluster.demo.run",
         "kvferry.cluster.ray_*",
+        "kvferry.cluster.serving.all_ranks",
+        "kvferry.cluster.serving.rank",
         "kvferry.cluster.serving.rank_actor",
     ),
 }

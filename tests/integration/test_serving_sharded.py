@@ -25,6 +25,7 @@ from kvferry.cluster.serving.routing import Route
 from kvferry.proto.errors import ConfigError, InstanceDiedError, PortTakenError
 from kvferry.proto.ids import InstanceId
 from kvferry.proto.layout_text import parse_layout
+from kvferry.proto.messages import Describe
 
 HASH_BLOCK_TOKENS = 8
 
@@ -183,3 +184,20 @@ def test_a_rank_that_cannot_start_says_why(service: Any, monkeypatch: Any) -> No
 def test_a_layout_that_cannot_be_computed_is_refused_by_its_rank(service: Any) -> None:
     with pytest.raises(ConfigError, match="instance d0: the reference engine deals tokens"):
         service.add("d0", "decode", **layout("tp=2"))
+
+
+def test_a_rank_that_is_lost_in_a_pull_ends_the_instance_and_frees_no_block(
+    service: Any, monkeypatch: Any
+) -> None:
+    service.add("p0", "prefill", **layout("pcp=2"))
+    service.add("d0", "decode", **layout("dcp=2"))
+    (other,) = service.other_ranks["d0"]
+
+    def gone(*_: Any) -> None:
+        raise InstanceDiedError("the process of rank 1 is gone")
+
+    monkeypatch.setattr(other.rank, "pull", gone)
+    with pytest.raises(InstanceDiedError, match="the process of rank 1 is gone"):
+        with_router(service.router(), lambda r: r.serve(ask("a", prompt(1, 100))))
+    # The router has removed the instance; nothing was told about the load before.
+    assert service.coordinator.call(Describe()).counters["failed_loads"] == 0

@@ -28,7 +28,13 @@ def route(
     *holders: Holder, in_flight: dict[str, int] | None = None, blocks: int = 60, least: int = 1
 ) -> Route | None:
     counts = {InstanceId(name): count for name, count in (in_flight or {}).items()}
-    return choose_route(holders, counts, num_prompt_hashes=blocks, min_prefill_hashes=least)
+    return choose_route(
+        holders,
+        counts,
+        num_prompt_hashes=blocks,
+        min_prefill_hashes=least,
+        hash_block_tokens=16,
+    )
 
 
 P0, D0, D1 = holder("p0", "prefill", 0), holder("d0", "decode", 0), holder("d1", "decode", 0)

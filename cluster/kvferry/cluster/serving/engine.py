@@ -23,7 +23,7 @@ from kvferry.cluster.serving.outbox import Outbox
 from kvferry.cluster.serving.requests import EngineRequest, Output, OutputBatch
 from kvferry.cluster.serving.scheduler import LoadOrder, Scheduler
 from kvferry.cluster.serving.sequence import Run
-from kvferry.proto.errors import ConfigError, KvferryError
+from kvferry.proto.errors import ConfigError, DeadlineError, InstanceDiedError, KvferryError
 from kvferry.proto.ids import (
     BlockHash,
     BlockId,
@@ -297,6 +297,10 @@ class Engine:
                 timeout_s=load.ttl_s,
                 cancel=cancel,
             )
+        except (InstanceDiedError, DeadlineError) as error:
+            # A rank may still write into the blocks: nobody may hear that they are free.
+            self.fail(error)
+            return
         except Exception as failure:  # a lost result would hold the request for ever
             log.exception("load of %s failed", load.request_id)
             outcome = PullOutcome(

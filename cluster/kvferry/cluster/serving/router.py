@@ -197,6 +197,7 @@ class Router:
             self._legs.in_flight(),
             num_prompt_hashes=len(hashes),
             min_prefill_hashes=self._settings.min_prefill_hashes,
+            hash_block_tokens=self._scheme.hash_block_tokens,
         )
         if route is None:
             deaths = self._legs.deaths()
