@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,23 @@ def test_a_damaged_tokenizer_is_refused(folder: Path) -> None:
 def test_an_unknown_dtype_is_refused(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"given: int8; allowed: .*'float32', 'bfloat16'"):
         load_model(str(folder), dtype="int8")
+
+
+def test_models_are_loaded_by_several_threads_at_once_and_tied_weights_stay_tied(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tied"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def is_tied(_: int) -> bool:
+        model: Any = load_model(str(folder)).model
+        return model.lm_head.weight is model.model.embed_tokens.weight
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(is_tied, range(24)))
+    assert is_tied(0)

@@ -1,5 +1,6 @@
 """Loading Hugging Face decoder models of the kinds that the paged attention is right for."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,6 +116,11 @@ def load_model(path_or_hub_id: str, *, dtype: str = "float32") -> LoadedModel:
     return LoadedModel(model=_read_model(facts.folder, TORCH_DTYPES[dtype]), **vars(facts))
 
 
+# transformers changes its own classes while it loads a model, and two at once leave them changed:
+# tied weights then are not tied any more, in this process, for good.
+_ONE_AT_A_TIME = threading.Lock()
+
+
 @contextmanager
 def progress_bars_off() -> Iterator[None]:
     """Keep transformers' progress bars out of the logs of processes that nobody looks at."""
@@ -131,7 +137,7 @@ def _read_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     # transformers and safetensors raise many kinds of errors (some derive from Exception alone)
     # for files that are damaged or do not fit the config.
     try:
-        with progress_bars_off():
+        with _ONE_AT_A_TIME, progress_bars_off():
             model, info = auto_model.from_pretrained(
                 folder,
                 dtype=dtype,
