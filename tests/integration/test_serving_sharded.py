@@ -19,6 +19,7 @@ from tests.integration.test_serving import (
     with_router,
 )
 
+from kvferry.cluster.serving import rank_actor
 from kvferry.cluster.serving.rank import OpenOrder, Rank
 from kvferry.cluster.serving.router import Router, Served
 from kvferry.cluster.serving.routing import Route
@@ -150,7 +151,7 @@ def test_a_rank_that_ends_while_nothing_runs_ends_its_instance_naming_it(service
     service.add("d0", "decode", **layout("dcp=2"))
     service.other_ranks["d0"][0].rank.stop()
     with pytest.raises(InstanceDiedError, match="rank 1 of the instance is gone"):
-        with_router(service.router(), lambda r: r.serve(ask("a", prompt(1, 100))))
+        service.actors[0].outputs(0, 5.0)
 
 
 def test_a_rank_that_hangs_in_a_pass_is_noticed_after_the_rank_timeout(
@@ -201,3 +202,22 @@ def test_a_rank_that_is_lost_in_a_pull_ends_the_instance_and_frees_no_block(
         with_router(service.router(), lambda r: r.serve(ask("a", prompt(1, 100))))
     # The router has removed the instance; nothing was told about the load before.
     assert service.coordinator.call(Describe()).counters["failed_loads"] == 0
+
+
+def test_a_rank_that_answers_nothing_ends_its_instance_whatever_it_is_doing(
+    service: Any, monkeypatch: Any
+) -> None:
+    service.add("p0", "prefill", **layout("pcp=2"))
+    monkeypatch.setattr(rank_actor, "PING_PERIOD_S", 0.1)
+    service.add("d0", "decode", rank_timeout_s=1.0, **layout("dcp=2"))
+    (other,) = service.other_ranks["d0"]
+    held = threading.Event()
+    for method in ("pull", "ping"):
+        monkeypatch.setattr(other.rank, method, lambda *_: held.wait(20))
+    started = time.monotonic()
+    try:
+        with pytest.raises(InstanceDiedError, match="rank 1 of the instance does not answer"):
+            with_router(service.router(), lambda r: r.serve(ask("a", prompt(1, 100))))
+    finally:
+        held.set()
+    assert time.monotonic() - started < 10

@@ -24,6 +24,9 @@ from kvferry.proto.reshard import plan_reshard
 from kvferry.proto.vllm_rules import require_copies_for_dcp, require_dealable_kinds
 
 TABLE_COLUMNS = 100
+MAX_TOKENS = 1 << 40
+MAX_RANKS = 1 << 12
+MAX_LAYERS = 1 << 16
 EXAMPLES = """
 Examples:
 
@@ -71,8 +74,11 @@ def plan(
     block_tokens, profile, stage_layers, memory; what is left out has its default.
     """
     layouts = (parse_layout(source), parse_layout(destination))
-    if tokens < 1:
-        raise ConfigError("--tokens must be positive", given=tokens, allowed=">= 1")
+    _require_bounded("--tokens", tokens, MAX_TOKENS)
+    for layout in layouts:
+        _require_bounded("ranks of a layout", layout.num_ranks, MAX_RANKS)
+    if layers is not None:
+        _require_bounded("--layers", layers, MAX_LAYERS)
     numbers = {"--layers": layers, "--kv-heads": kv_heads, "--head-size": head_size}
     groups = _groups(numbers, dtype, model)
     _check_vllm(layouts, groups)
@@ -94,6 +100,11 @@ def plan(
         out.width = max(out.width, TABLE_COLUMNS)
         print_plans(plans, plan_ms, out)
     return 0
+
+
+def _require_bounded(name: str, value: int, at_most: int) -> None:
+    if not 1 <= value <= at_most:
+        raise ConfigError(f"{name} out of range", given=value, allowed=f"1 to {at_most}")
 
 
 def _groups(

@@ -89,7 +89,17 @@ def test_a_layout_that_vllm_would_not_start_is_planned_with_a_note(
         (("--from", "tp=1", *SIZES[:4]), "ConfigError", "a plan needs the sizes of the model"),
         (("--from", "tp=1", *SIZES, "--model", "x"), "ConfigError", "--model says these already"),
         (("--from", "tp=1", "--model", "no-such"), "ModelError", "no such model"),
-        (("--from", "tp=1", *SIZES, "--tokens", "0"), "ConfigError", "--tokens must be positive"),
+        (("--from", "tp=1", *SIZES, "--tokens", "0"), "ConfigError", "--tokens out of range"),
+        (
+            ("--from", "tp=1", *SIZES, "--tokens", str(10**23)),
+            "ConfigError",
+            "--tokens out of range",
+        ),
+        (
+            ("--from", "dcp=5000", *SIZES, "--tokens", "8"),
+            "ConfigError",
+            "ranks of a layout out of range",
+        ),
         (SIZES, "BadInputError", "--from"),
     ],
 )

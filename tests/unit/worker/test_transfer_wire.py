@@ -7,6 +7,7 @@ from kvferry.proto.errors import BadInputError, TransferError
 from kvferry.proto.identity import identity_from_cbor
 from kvferry.proto.ids import BlockHash, GroupId
 from kvferry.proto.v1 import transfer_pb2
+from kvferry.worker import selection_wire
 from kvferry.worker.frames import Frame, Geometry, Header, Segment
 from kvferry.worker.transfer_wire import (
     FetchAsk,
@@ -90,3 +91,13 @@ def test_asks_name_the_identity_by_digest_and_in_full() -> None:
     for ask in asks:
         assert ask.identity_digest == IDENTITY.digest()
         assert identity_from_cbor(ask.identity_cbor) == IDENTITY
+
+
+def test_a_selection_of_too_many_runs_is_refused_before_anything_is_made_of_them() -> None:
+    message = transfer_pb2.Selection(layer_end=1, head_end=1)
+    for _ in range(selection_wire.MAX_RUNS):
+        message.runs.add(first=0, run_tokens=1)
+    assert len(selection_wire.selection_from_proto(message).runs) == selection_wire.MAX_RUNS
+    message.runs.add(first=0, run_tokens=1)
+    with pytest.raises(BadInputError, match="too many runs; given: 65537; allowed: at most 65536"):
+        selection_wire.selection_from_proto(message)

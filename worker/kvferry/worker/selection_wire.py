@@ -1,7 +1,10 @@
 """A selection to and from protobuf."""
 
+from kvferry.proto.errors import BadInputError
 from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker.selection import Selection, StridedRuns
+
+MAX_RUNS = 1 << 16
 
 
 def selection_to_proto(selection: Selection) -> transfer_pb2.Selection:
@@ -20,7 +23,15 @@ def selection_to_proto(selection: Selection) -> transfer_pb2.Selection:
 
 
 def selection_from_proto(message: transfer_pb2.Selection) -> Selection:
-    """Return the message's values, as far as they go; whoever serves them checks what they mean."""
+    """Return the message's values, as far as they go; whoever serves them checks what they mean.
+
+    Raises:
+        BadInputError: more runs than any plan has; found before anything is made of them.
+    """
+    if len(message.runs) > MAX_RUNS:
+        raise BadInputError(
+            "a selection of too many runs", given=len(message.runs), allowed=f"at most {MAX_RUNS}"
+        )
     return Selection(
         layers=range(message.layer_start, message.layer_end),
         heads=range(message.head_start, message.head_end),

@@ -1,6 +1,7 @@
 """What a demo run needs at least, known before anything is started."""
 
 import math
+import os
 from collections.abc import Iterator
 
 from kvferry.cluster.config import ServiceConfig
@@ -16,6 +17,7 @@ from kvferry.proto.layout import Layout
 from kvferry.worker.model.sampling import SamplingParams
 
 EXTRA_MAX_TOKENS = 2
+MAX_RANKS_PER_CORE = 16
 
 
 def longest_requests(
@@ -102,6 +104,13 @@ def require_memory(config: ServiceConfig, identity: Identity, *, memory_bytes: i
     if config.ray_address != "local":
         return
     size, num_ranks = config.kv_size, config.num_ranks
+    max_ranks = MAX_RANKS_PER_CORE * (os.cpu_count() or 1)
+    if num_ranks > max_ranks:
+        raise ConfigError(
+            "so many ranks, a process each, are too many for this machine",
+            given={"ranks": num_ranks},
+            allowed={"ranks": f"at most {max_ranks}"},
+        )
     if size.memory_fraction is not None:
         each = math.floor(1000 / num_ranks) / 1000
         if size.memory_fraction * num_ranks > 1:

@@ -118,7 +118,12 @@ class AllRanks:
             # Said again until it has ended: the first time it may not even have begun.
             if cancel.is_set() or own.error is not None:
                 self._begin("cancel_pull", pull_id)
-        outcome = merge_outcomes([own, *self._wait(calls, CANCEL_POLL_S)])
+        if not all(call.done(0.0) for call in calls):
+            self._lost = DeadlineError(
+                "a rank did not end its part of a pull", given=f"{timeout_s + PULL_GRACE_S:g} s"
+            )
+            raise self._lost
+        outcome = merge_outcomes([own, *self._wait(calls, CALL_TIMEOUT_S)])
         if outcome.error is not None:
             # Some ranks may have more than counts; it will be computed over.
             self.reused(

@@ -210,6 +210,9 @@ class Rank:
         if cancel is not None:
             cancel.set()
 
+    def ping(self) -> None:
+        """Do nothing: whoever asks wants to know whether this process still answers."""
+
     def wait_until_stopped(self) -> None:
         """Return when `stop` is called: whoever waits here sees at once how this process ends."""
         self._stopped.wait()

@@ -35,7 +35,7 @@ START_TIMEOUT_S = 600.0
 
 REGISTER_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 0.5
-WATCH_S = 3600.0
+PING_PERIOD_S = 1.0
 
 SpawnRank = Callable[[RankSettings], RankPort]
 """Starts a process that plays a `Rank`."""
@@ -117,9 +117,12 @@ class RankActor:
         )
         self._engine = engine
         engine.start()
-        for rank, waiting in enumerate(self._begin("wait_until_stopped"), start=1):
+        for rank, other in enumerate(self._others, start=1):
             threading.Thread(
-                target=_watch, args=(engine, rank, waiting), name="kvferry-watch", daemon=True
+                target=_watch,
+                args=(engine, rank, other, settings.rank_timeout_s),
+                name="kvferry-watch",
+                daemon=True,
             ).start()
         return info
 
@@ -196,10 +199,17 @@ def _results(calls: list[PendingCall]) -> list[Any]:
     return [call.result(START_TIMEOUT_S) for call in calls]
 
 
-def _watch(engine: Engine, rank: int, waiting: PendingCall) -> None:
-    """Let the engine fail when a rank ends, whenever that is."""
-    while not waiting.done(WATCH_S):
-        pass
+def _watch(engine: Engine, rank: int, other: RankPort, rank_timeout_s: float) -> None:
+    """Let the engine fail when a rank ends or stops answering, whatever the engine does then."""
+    waiting = other.begin("wait_until_stopped")
+    while not waiting.done(PING_PERIOD_S):
+        if not other.begin("ping").done(rank_timeout_s):
+            engine.fail(
+                UnavailableError(
+                    f"rank {rank} of the instance does not answer", given=f"{rank_timeout_s:g} s"
+                )
+            )
+            return
     try:
         waiting.result(0.0)
         error: KvferryError = UnavailableError("it was stopped")
