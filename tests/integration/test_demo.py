@@ -177,6 +177,7 @@ def test_the_death_of_a_rank_of_the_only_decode_instance_is_told_within_30_s_nam
     demo.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_a_small_pool_preempts_and_stays_equal(start_demo: StartDemo, tiny_model: Path) -> None:
     smallest = smallest_pool(tiny_model, max_tokens=64)
     num_blocks = str(smallest + 4)
@@ -270,7 +271,11 @@ def test_an_address_where_no_cluster_listens_is_told_within_seconds(start_demo: 
 
 
 @pytest.mark.parametrize(
-    ("number", "phase"), [(signal.SIGINT, "control front"), (signal.SIGTERM, "checking")]
+    ("number", "phase"),
+    [
+        (signal.SIGINT, "control front"),
+        pytest.param(signal.SIGTERM, "checking", marks=pytest.mark.long),
+    ],
 )
 def test_an_interrupted_run_ends_with_130_says_so_and_leaves_nothing(
     start_demo: StartDemo, number: signal.Signals, phase: str
