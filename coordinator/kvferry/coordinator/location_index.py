@@ -47,6 +47,11 @@ class PrefixLengths(Mapping[InstanceId, int]):
                 yield self._members[lowest.bit_length() - 1], length
                 left ^= lowest
 
+    def cut(self, limit: int, unit: int) -> "PrefixLengths":
+        """Return the same with no length above `limit`, each cut to a multiple of `unit`."""
+        cut = [(min(length, limit) // unit * unit, mask) for length, mask in self._runs]
+        return PrefixLengths([run for run in cut if run[0]], self._members)
+
     @cached_property
     def _lengths(self) -> dict[InstanceId, int]:
         return dict(self.longest_first())
@@ -279,16 +284,12 @@ class LocationIndex:
         prefix may end inside a block of the holder, which is found by a hash after its end then.
         """
         limit = len(hashes) if limit is None else limit
-        needs_all, unit = len(rules) == 1 and rules[0].needs_all, rules[0].unit
+        if len(rules) == 1 and rules[0].needs_all:
+            held = self.longest_prefixes(identity_digest, hashes, FIRST_GROUP)
+            return held.cut(limit, rules[0].unit)
         runs: _Runs = []
-        for covered, one in self._classes.get(identity_digest, {}).items():
-            if not needs_all:
-                runs += one.usable(hashes[:limit], rules)
-                continue
-            for num_blocks, mask in one.held(hashes[: -(-limit // covered) * covered], FIRST_GROUP):
-                length = min(num_blocks * covered, limit) // unit * unit
-                if length:
-                    runs.append((length, mask))
+        for one in self._classes.get(identity_digest, {}).values():
+            runs += one.usable(hashes[:limit], rules)
         return self._prefixes(identity_digest, runs)
 
     def _prefixes(self, identity_digest: bytes, runs: _Runs) -> PrefixLengths:
