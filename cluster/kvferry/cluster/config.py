@@ -151,8 +151,8 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_prefill", "num_decode", "token_budget", "max_running")
-        require_computable(self.prefill_layout, who="prefill")
-        require_computable(self.decode_layout, who="decode")
+        for role, layout in self.layouts.items():
+            require_computable(layout, who=role)
         if self.device != "cpu" and self.num_ranks > self.num_instances:
             raise ConfigError(
                 "several ranks of an instance compute on the CPU only",
