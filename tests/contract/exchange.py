@@ -6,13 +6,14 @@ the destination the same way. What a destination has not been given is `BEFORE`,
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
 from random import Random
 
 import numpy as np
+from tests.tampering import TamperingService
 from tests.unit.worker.reshard_by_loops import (
     Dense,
     blocks_of,
@@ -38,28 +39,14 @@ from kvferry.proto.placement import KvShape
 from kvferry.proto.reshard import Plan, plan_reshard
 from kvferry.proto.shared_chain import block_keys
 from kvferry.proto.step_messages import Source
-from kvferry.worker.frames import Frame, Header
 from kvferry.worker.group_load import GroupLoad, group_load
 from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.paths import Path
 from kvferry.worker.pull import PullOutcome
 from kvferry.worker.service import WorkerService
-from kvferry.worker.transfer_wire import FetchAsk
 
 SHAPE = KvShape(num_layers=4, num_kv_heads=4, head_size=2, dtype="float32")
 BEFORE = 0xEE
-
-Messages = Iterator[Header | Frame]
-Tamper = Callable[[WorkerService, Messages], Messages]
-
-
-class Sender(WorkerService):
-    """A rank that may do something to what it sends, or in the middle of sending it."""
-
-    tamper: Tamper | None = None
-
-    def open_fetch(self, ask: FetchAsk) -> Messages:
-        messages = super().open_fetch(ask)
-        return messages if self.tamper is None else self.tamper(self, messages)
 
 
 class Exchange:
@@ -78,10 +65,11 @@ class Exchange:
         first_block: int = 0,
         shape: KvShape = SHAPE,
         theirs: KvShape | None = None,
+        paths: Sequence[Path] = (),
     ) -> None:
         random = Random(7)
         self.source, self.destination, self.shape = source, destination, shape
-        self.first_block, self.num_blocks = first_block, num_blocks
+        self.first_block, self.num_blocks, self.paths = first_block, num_blocks, paths
         covered = source.virtual_block_tokens
         num_tokens = -(-(first_block + num_blocks) * destination.virtual_block_tokens // covered)
         num_tokens *= covered
@@ -109,12 +97,12 @@ class Exchange:
         self.table = random_table(random, destination, end)
         taking = self._memories()
         self.takers = [
-            WorkerService(incarnation=Incarnation(2), memory=taking[rank])
+            WorkerService(incarnation=Incarnation(2), memory=taking[rank], paths=paths)
             for rank in range(destination.num_ranks)
         ]
 
-    def _sender(self, memory: KvMemory) -> Sender:
-        sender = Sender(incarnation=Incarnation(1), memory=memory)
+    def _sender(self, memory: KvMemory) -> TamperingService:
+        sender = TamperingService(incarnation=Incarnation(1), memory=memory, paths=self.paths)
         covered = self.source.virtual_block_tokens // self.hash_tokens
         block_ids = [BlockId(block_id) for block_id in self.source_table.tolist()]
         sender.written(FIRST_GROUP, zip(block_keys(self.chain, covered), block_ids, strict=True))
@@ -246,6 +234,7 @@ def exchanging(
     first_block: int = 0,
     shape: KvShape = SHAPE,
     theirs: KvShape | None = None,
+    paths: Sequence[Path] = (),
 ) -> Iterator[Exchange]:
     """Yield an `Exchange`, and stop it.
 
@@ -256,6 +245,7 @@ def exchanging(
         first_block: which of the sequence the first of them is.
         shape: what both cache of a token.
         theirs: what the source caches instead, if it is of another identity.
+        paths: those that both sides may take besides gRPC.
     """
     exchange = Exchange(
         source,
@@ -264,6 +254,7 @@ def exchanging(
         first_block=first_block,
         shape=shape,
         theirs=theirs,
+        paths=paths,
     )
     try:
         yield exchange

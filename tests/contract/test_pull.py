@@ -4,24 +4,26 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from tests.builders import make_identity
 from tests.pulling import pull_blocks
+from tests.tampering import TamperingService, corrupted, make_frame
 
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, Incarnation
 from kvferry.proto.layout import Layout
 from kvferry.proto.memory_order import DEFAULT_ORDER
-from kvferry.worker import layout_pull
+from kvferry.worker import bulk_sender, layout_pull
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Header, Place, Segment, places_of
 from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.paths import Path
 from kvferry.worker.pull import BlockRun, receive
 from kvferry.worker.service import WorkerService
-from kvferry.worker.source import make_frame
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import FetchAsk, make_fetch_ask
 
@@ -52,8 +54,12 @@ def block_content(block_hash: BlockHash) -> bytes:
 class Pull:
     """Ends with these facts, whatever the source: prefix, error class, and the memory."""
 
-    def __init__(self, run: Callable[[KvMemory], tuple[int, str | None]]) -> None:
+    def __init__(
+        self, run: Callable[[KvMemory], tuple[int, str | None]], *, verified_first: bool = True
+    ) -> None:
         self._run = run
+        # Whether only verified bytes are written, or others too, into blocks that nobody sees yet.
+        self.verified_first = verified_first
         self.memory = new_memory()
 
     def __call__(self) -> tuple[int, str | None]:
@@ -112,18 +118,11 @@ def fake(held: list[BlockHash], tamper: Tamper) -> Iterator[Pull]:
     yield Pull(run)
 
 
-class TamperingService(WorkerService):
-    tamper: Tamper
-
-    def open_fetch(self, ask: FetchAsk) -> Iterator[Header | Frame]:
-        return self.tamper(super().open_fetch(ask))
-
-
 @contextmanager
-def over_grpc(held: list[BlockHash], tamper: Tamper) -> Iterator[Pull]:
+def real(held: list[BlockHash], tamper: Tamper, *, paths: Sequence[Path] = ()) -> Iterator[Pull]:
     memory = new_memory()
-    source = TamperingService(incarnation=Incarnation(1), memory=memory)
-    source.tamper = tamper
+    source = TamperingService(incarnation=Incarnation(1), memory=memory, paths=paths)
+    source.tamper = lambda _, messages: tamper(messages)
     for block_id, block_hash in enumerate(held, start=1):
         scatter(memory.groups[0], [Place(BlockId(block_id), 0, 2)], block_content(block_hash))
         source.written(FIRST_GROUP, [(block_hash, BlockId(block_id))])
@@ -131,7 +130,7 @@ def over_grpc(held: list[BlockHash], tamper: Tamper) -> Iterator[Pull]:
     clients: list[WorkerService] = []
 
     def run(destination: KvMemory) -> tuple[int, str | None]:
-        client = WorkerService(incarnation=Incarnation(2), memory=destination)
+        client = WorkerService(incarnation=Incarnation(2), memory=destination, paths=paths)
         clients.append(client)
         run = BlockRun(group_id=FIRST_GROUP, hashes=HASHES, block_ids=DESTINATIONS)
         outcome = pull_blocks(client, address, [run], lease_id="")
@@ -140,15 +139,16 @@ def over_grpc(held: list[BlockHash], tamper: Tamper) -> Iterator[Pull]:
         return num_blocks, outcome.error_type
 
     try:
-        yield Pull(run)
+        yield Pull(run, verified_first="bulk" not in paths)
     finally:
         for client in clients:
             client.stop()
         source.stop()
 
 
-@pytest.fixture(params=[fake, over_grpc], ids=["fake", "grpc"])
-def source(request: pytest.FixtureRequest) -> Source:
+@pytest.fixture(params=[fake, real, partial(real, paths=["bulk"])], ids=["fake", "grpc", "bulk"])
+def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Source:
+    monkeypatch.setattr(bulk_sender, "MIN_BULK_BYTES", 1)
     chosen: Source = request.param
     return chosen
 
@@ -164,12 +164,12 @@ def frames_apart(messages: Iterator[Header | Frame]) -> Iterator[Header | Frame]
             yield message
             continue
         for part in message.segments:
-            payload = message.payload[part.offset : part.offset + part.length]
+            payload = bytes(message.payload[part.offset : part.offset + part.length])
             yield make_frame((replace(part, offset=0),), payload)
 
 
 def assert_prefix_in_place(pull: Pull, num_blocks: int) -> None:
-    for index in range(len(HASHES)):
+    for index in range(len(HASHES) if pull.verified_first else num_blocks):
         expected = (
             block_content(HASHES[index])
             if index < num_blocks
@@ -202,8 +202,7 @@ def test_a_corrupt_frame_ends_the_transfer_and_leaves_nothing_behind_it(source: 
     def corrupt(messages: Iterator[Header | Frame]) -> Iterator[Header | Frame]:
         for message in frames_apart(messages):
             if isinstance(message, Frame) and message.segments[0].hash_index == 3:
-                wrong = bytes([message.payload[0] ^ 1]) + message.payload[1:]
-                yield replace(message, payload=wrong)
+                yield corrupted(message)
             else:
                 yield message
 

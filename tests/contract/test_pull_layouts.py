@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.contract.exchange import SHAPE, Exchange, Messages, exchanging
+from tests.contract.exchange import SHAPE, Exchange, exchanging
+from tests.tampering import Messages, corrupted
 from tests.unit.worker.reshard_by_loops import identity_of
 
 from kvferry.proto.errors import ConfigError, MismatchError
@@ -275,8 +276,7 @@ def test_a_corrupt_frame_is_refused_counted_and_no_block_of_it_is_resident() -> 
     def corrupt(_: WorkerService, messages: Messages) -> Messages:
         for number, message in enumerate(messages):
             if isinstance(message, Frame) and number == 1:
-                wrong = bytes([message.payload[0] ^ 1]) + message.payload[1:]
-                yield replace(message, payload=wrong)
+                yield corrupted(message)
             else:
                 yield message
 

@@ -2,13 +2,15 @@
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
+from tests.tampering import Messages, TamperingService
 from tests.unit.worker.reshard_by_loops import (
     bytes_of,
     fill,
@@ -23,31 +25,20 @@ from kvferry.proto.layout import Layout, grid, vllm
 from kvferry.proto.placement import KvShape
 from kvferry.proto.reshard import plan_reshard
 from kvferry.worker import chunks
-from kvferry.worker.frames import Frame, Header
+from kvferry.worker.fetch_terms import FetchTerms, Peer
+from kvferry.worker.frames import Header
 from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.part_pull import pull_part
 from kvferry.worker.pull import PartOutcome, PartRun
 from kvferry.worker.selection import Selection, StridedRuns
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_client import TransferClient
-from kvferry.worker.transfer_wire import FetchAsk, make_fetch_ask
+from kvferry.worker.transfer_wire import make_fetch_ask
 
 SHAPE = KvShape(num_layers=4, num_kv_heads=4, head_size=8, dtype="float32")
 NUM_TOKENS = 200
 TOKEN_BYTES = 2 * 2 * 32
 """K and V of two heads of a token, in one layer."""
-
-Messages = Iterator[Header | Frame]
-Tamper = Callable[[WorkerService, Messages], Messages]
-
-
-class Sender(WorkerService):
-    """A rank that may do something to what it sends, or in the middle of sending it."""
-
-    tamper: Tamper | None = None
-
-    def open_fetch(self, ask: FetchAsk) -> Messages:
-        messages = super().open_fetch(ask)
-        return messages if self.tamper is None else self.tamper(self, messages)
 
 
 class Move:
@@ -56,7 +47,7 @@ class Move:
     def __init__(self, source: Layout, destination: Layout, first_block: int) -> None:
         random = Random(7)
         self.source, self.destination = source, destination
-        self.client = TransferClient()
+        self.client = TransferClient(paths=())
         self.first_block = first_block
         start = first_block * source.virtual_block_tokens
         self.positions = range(start, NUM_TOKENS)
@@ -76,8 +67,8 @@ class Move:
             for rank, memory in kv_memories(destination, SHAPE, len(self.tables[1]) + 3).items()
         }
 
-    def _sender(self, memory: KvMemory) -> Sender:
-        sender = Sender(incarnation=Incarnation(1), memory=memory)
+    def _sender(self, memory: KvMemory) -> TamperingService:
+        sender = TamperingService(incarnation=Incarnation(1), memory=memory, paths=())
         block_ids = [BlockId(block_id) for block_id in self.tables[0].tolist()]
         sender.written(FIRST_GROUP, zip(self.hashes, block_ids, strict=True))
         return sender
@@ -85,7 +76,6 @@ class Move:
     def run_of(self, index: int) -> PartRun:
         return PartRun(
             group_id=FIRST_GROUP,
-            source=self.source,
             hashes=self.hashes[self.first_block :],
             transfer=self.plan.transfers[index],
             table=self.tables[1],
@@ -94,15 +84,22 @@ class Move:
 
     def pull(self, index: int, cancel: threading.Event | None = None) -> PartOutcome:
         transfer = self.plan.transfers[index]
-        return self.client.pull_part(
-            self.addresses[transfer.src_rank],
+        return pull_part(
+            self.client,
+            Peer(
+                address=self.addresses[transfer.src_rank],
+                identity=identity_of(SHAPE),
+                layout=self.source,
+                rank=transfer.src_rank,
+                incarnation=Incarnation(1),
+            ),
             self.run_of(index),
-            identity=identity_of(SHAPE),
             memory=self.takers[transfer.dst_rank].memory,
-            lease_id=LeaseId("lease-1"),
-            incarnation=Incarnation(1),
-            timeout_s=20.0,
-            cancel=cancel or threading.Event(),
+            terms=FetchTerms(
+                lease_id=LeaseId("lease-1"),
+                end_s=time.monotonic() + 20.0,
+                cancel=cancel or threading.Event(),
+            ),
         )
 
     def assert_in_place(self, positions: range) -> None:
@@ -156,7 +153,7 @@ def test_all_transfers_of_a_plan_fill_every_destination_rank(
         for index, transfer in enumerate(move.plan.transfers):
             outcome = move.pull(index)
             assert outcome == PartOutcome(
-                num_tokens=transfer.num_tokens, num_bytes=transfer.num_bytes
+                num_in_place=transfer.num_tokens, num_bytes=transfer.num_bytes
             )
         move.assert_in_place(move.positions)
         assert all(one.residency.num_blocks() == 0 for one in move.takers.values())
@@ -173,7 +170,7 @@ def test_of_a_prefix_that_is_held_the_whole_chunks_arrive() -> None:
             move.senders[index].reused([BlockId(int(move.tables[0][9]))])
             outcome = move.pull(index)
             # Nine blocks of four tokens are three chunks and a part of one.
-            assert (outcome.num_tokens, outcome.error_type) == (30, "NotFoundError")
+            assert (outcome.num_in_place, outcome.error_type) == (30, "NotFoundError")
         move.assert_in_place(range(30))
 
 
@@ -191,7 +188,7 @@ def test_a_block_handed_out_anew_while_it_is_read_ends_the_transfer_before_its_c
         for index in range(2):
             move.senders[index].tamper = reuse
             outcome = move.pull(index)
-            assert (outcome.num_tokens, outcome.error_type) == (20, "NotFoundError")
+            assert (outcome.num_in_place, outcome.error_type) == (20, "NotFoundError")
             assert outcome.error is not None
             assert f"hash_index={lost}," in outcome.error
         move.assert_in_place(range(20))
@@ -209,7 +206,7 @@ def test_a_corrupt_frame_is_refused_and_counted() -> None:
         for index in range(2):
             move.senders[index].tamper = corrupt
             outcome = move.pull(index)
-            assert (outcome.num_tokens, outcome.num_bytes) == (0, 0)
+            assert (outcome.num_in_place, outcome.num_bytes) == (0, 0)
             assert (outcome.num_checksum_failures, outcome.error_type) == (1, "TransferError")
         move.assert_in_place(range(0))
 
@@ -219,7 +216,7 @@ def test_a_cancelled_pull_calls_nobody() -> None:
     cancel.set()
     with moving(ONE, OTHER) as move:
         outcome = move.pull(0, cancel)
-        assert (outcome.num_tokens, outcome.error_type) == (0, "Cancelled")
+        assert (outcome.num_in_place, outcome.error_type) == (0, "Cancelled")
         assert move.senders[0].stats().num_fetches == 0
 
 

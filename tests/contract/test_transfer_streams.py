@@ -21,7 +21,7 @@ from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.grpc_errors import error_of_call
 from kvferry.worker.transfer_server import SERVICE_NAME, TransferServer
 from kvferry.worker.transfer_wire import (
-    encode_store_part,
+    encode_store_header,
     fetch_ask_to_proto,
     make_fetch_ask,
     make_store_ask,
@@ -78,7 +78,7 @@ class Front:
             f"/{SERVICE_NAME}/Store",
             response_deserializer=transfer_pb2.StoreReply.FromString,
         )
-        return send.future(itertools.chain([encode_store_part(ask)], rest), timeout=60.0)
+        return send.future(itertools.chain([encode_store_header(ask)], rest), timeout=60.0)
 
 
 @contextmanager

@@ -18,7 +18,9 @@ from kvferry.proto.errors import (
     UnavailableError,
 )
 from kvferry.proto.ids import FIRST_GROUP, BlockId, Incarnation, LeaseId, pack_group
+from kvferry.worker import part_pull
 from kvferry.worker.block_io import gather
+from kvferry.worker.fetch_terms import FetchTerms, Peer
 from kvferry.worker.frames import Place
 from kvferry.worker.pull import BlockRun, PullOutcome
 from kvferry.worker.service import WorkerService
@@ -167,7 +169,7 @@ def test_a_source_that_stalls_is_left_at_the_deadline(host: Host) -> None:
 def test_a_frozen_source_is_left_long_before_the_deadline(behaviour: str) -> None:
     with new_host() as frozen, here() as worker:
         source = frozen.open(behaviour=behaviour)
-        client = TransferClient(stall_s=1.0)
+        client = TransferClient(stall_s=1.0, paths=())
         freezer = threading.Timer(0.7, frozen.process.send_signal, [signal.SIGSTOP])
         if behaviour == "plain":
             client.describe(source, timeout_s=10.0)
@@ -175,18 +177,23 @@ def test_a_frozen_source_is_left_long_before_the_deadline(behaviour: str) -> Non
         else:
             freezer.start()
         started = time.monotonic()
-        outcome = client.pull(
-            source,
-            [run_of(worker, range(8))],
-            identity=worker.identity,
+        outcome = part_pull.pull_blocks(
+            client,
+            Peer(
+                address=source,
+                identity=worker.identity,
+                layout=worker.memory.layout,
+                rank=0,
+                incarnation=Incarnation(1),
+            ),
+            run_of(worker, range(8)),
             memory=worker.memory,
-            lease_id=LeaseId(""),
-            incarnation=Incarnation(1),
-            timeout_s=60.0,
-            cancel=threading.Event(),
+            terms=FetchTerms(
+                lease_id=LeaseId(""), end_s=time.monotonic() + 60.0, cancel=threading.Event()
+            ),
         )
         assert 0.9 < time.monotonic() - started < 8.0
-        assert outcome.num_blocks_of_run == ((0,) if behaviour == "plain" else (2,))
+        assert outcome.num_in_place == (0 if behaviour == "plain" else 2)
         assert outcome.error_type == "DeadlineError"
         assert outcome.error == f"{source} sent nothing for too long; allowed: 1.0 s"
         client.close()

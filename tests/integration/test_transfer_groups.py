@@ -16,8 +16,9 @@ from kvferry.proto.identity import GroupSpec
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, Incarnation, LeaseId, pack_group
 from kvferry.proto.layout import Layout
 from kvferry.worker.device import open_device
-from kvferry.worker.frames import Frame, Geometry, Header
+from kvferry.worker.frames import Geometry, Header
 from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.pull import BlockRun, PullOutcome
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_client import TransferClient
@@ -47,7 +48,7 @@ def new_worker(incarnation: int = 1, kind: type[WorkerService] = WorkerService) 
     memory = KvMemory(
         open_device("cpu"), IDENTITY, num_blocks=NUM_BLOCKS, layout=Layout(block_tokens=2)
     )
-    return kind(incarnation=Incarnation(incarnation), memory=memory)
+    return kind(incarnation=Incarnation(incarnation), memory=memory, paths=())
 
 
 def content(group_id: GroupId, layer: int, block_hash: BlockHash) -> torch.Tensor:
@@ -154,7 +155,7 @@ class Interrupted(WorkerService):
 
     interrupt: Callable[[], object]
 
-    def open_fetch(self, ask: FetchAsk) -> Iterator[Header | Frame]:
+    def open_fetch(self, ask: FetchAsk) -> Iterator[Header | OutgoingFrame]:
         for message in super().open_fetch(ask):
             if ask.group_id == WINDOW and isinstance(message, Header):
                 self.interrupt()

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from tests.tampering import as_received, as_sent, corrupted
 
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, GroupId, Incarnation, LeaseId
@@ -22,12 +23,20 @@ from kvferry.worker.block_io import scatter
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Header, Place
 from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.outgoing import OutgoingFrame
+from kvferry.worker.paths import Path
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_wire import FetchAsk
 
 
 def new_worker(
-    incarnation: int, *, num_blocks: int, num_layers: int, head_size: int, model: str = "tiny"
+    incarnation: int,
+    *,
+    num_blocks: int,
+    num_layers: int,
+    head_size: int,
+    model: str = "tiny",
+    paths: Sequence[Path] = (),
 ) -> "PeerService":
     """Return a worker of one KV head and two tokens per block: a page is 16 * head_size bytes."""
     identity = Identity(
@@ -45,7 +54,7 @@ def new_worker(
     memory = KvMemory(
         open_device("cpu"), identity, num_blocks=num_blocks, layout=Layout(block_tokens=2)
     )
-    return PeerService(incarnation=Incarnation(incarnation), memory=memory)
+    return PeerService(incarnation=Incarnation(incarnation), memory=memory, paths=paths)
 
 
 def hash_of(index: int) -> BlockHash:
@@ -70,16 +79,19 @@ class PeerService(WorkerService):
 
     behaviour = "plain"
 
-    def open_fetch(self, ask: FetchAsk) -> Iterator[Header | Frame]:
+    def open_fetch(self, ask: FetchAsk) -> Iterator[Header | OutgoingFrame]:
         block_bytes = self.memory.groups[0].geometry.block_bytes
         asked = replace(ask, max_frame_bytes=min(block_bytes, 1 << 20))
-        for message in super().open_fetch(asked):
-            yield self._misbehave(message) if isinstance(message, Frame) else message
+        messages = as_received(super().open_fetch(asked))
+        return as_sent(
+            self._misbehave(message) if isinstance(message, Frame) else message
+            for message in messages
+        )
 
     def _misbehave(self, frame: Frame) -> Frame:
         index = frame.segments[0].hash_index
         if self.behaviour == "corrupt" and index == 2:
-            return replace(frame, payload=frame.payload[:-1] + bytes([frame.payload[-1] ^ 1]))
+            return corrupted(frame)
         if self.behaviour == "stall" and index == 2:
             time.sleep(60.0)
         if self.behaviour == "slow":

@@ -14,7 +14,8 @@ from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import BlockId
 from kvferry.proto.layout import Layout
 from kvferry.worker.device import open_device
-from kvferry.worker.kv_memory import KvMemory, require_pages
+from kvferry.worker.dtypes import require_pages
+from kvferry.worker.kv_memory import KvMemory
 
 MAX_STAGING_BYTES = 64 << 20
 

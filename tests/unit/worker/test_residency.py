@@ -12,7 +12,7 @@ A, B = GroupedHash(b"a" * 20), GroupedHash(b"b" * 20)
 
 
 def held(*pairs: tuple[GroupedHash, int]) -> Residency:
-    residency = Residency()
+    residency = Residency(100)
     residency.mark_written((key, BlockId(block_id)) for key, block_id in pairs)
     return residency
 
@@ -81,7 +81,7 @@ def test_reusing_a_block_that_holds_nothing_is_fine() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 4), st.sampled_from([A, B])), max_size=40))
 def test_residency_agrees_with_a_plain_map(steps: list[tuple[bool, int, GroupedHash]]) -> None:
-    residency, model = Residency(), dict[int, GroupedHash]()
+    residency, model = Residency(100), dict[int, GroupedHash]()
     for write, block_id, key in steps:
         residency.mark_reused([BlockId(block_id)])
         model.pop(block_id, None)
@@ -96,7 +96,7 @@ def test_residency_agrees_with_a_plain_map(steps: list[tuple[bool, int, GroupedH
 
 
 def test_a_reader_never_validates_a_copy_taken_across_a_rewrite() -> None:
-    residency, content = Residency(), {1: b""}
+    residency, content = Residency(100), {1: b""}
     stop = threading.Event()
 
     def rewrite() -> None:

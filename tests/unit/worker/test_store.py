@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from tests.builders import make_identity
+from tests.tampering import make_frame
 
 from kvferry.proto.errors import (
     BadInputError,
@@ -38,7 +39,6 @@ from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Place, plan_frames
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.service import WorkerService
-from kvferry.worker.source import make_frame
 from kvferry.worker.transfer_wire import StoreAsk, make_store_ask
 
 IDENTITY = make_identity(head_size=2)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvferry.worker.frames import Geometry, Segment
-from kvferry.worker.kv_memory import GroupMemory
+from kvferry.worker.group_memory import GroupMemory
 from kvferry.worker.reshard_io import Cells, gather, require_held, scatter
 from kvferry.worker.selection import BlockTable
 
@@ -56,18 +56,19 @@ class Chunks:
         tokens = slice(self.tokens_of(index), self.tokens_of(index + 1))
         return replace(self.cells, tokens=self.cells.tokens[tokens])
 
-    def read(self, segments: Sequence[Segment]) -> bytes:
+    def pieces(self, segments: Sequence[Segment]) -> list[memoryview]:
         """Return the canonical bytes of the segments, one after the other.
 
         Raises:
             BadInputError: tokens beyond the table.
         """
-        return b"".join(
-            gather(self._memory, self._table, self._part(segment)) for segment in segments
-        )
+        return [gather(self._memory, self._table, self._part(segment)) for segment in segments]
 
-    def write(self, segments: Sequence[Segment], payload: bytes) -> None:
-        """Put what the other side's `read` returned for the segments where it belongs.
+    def views(self, _: Sequence[Segment]) -> None:
+        """Return None: the bytes do not lie in memory as they are sent."""
+
+    def write(self, segments: Sequence[Segment], payload: bytes | memoryview) -> None:
+        """Put what the other side's `pieces` returned for the segments where it belongs.
 
         Raises:
             BadInputError: tokens beyond the table.

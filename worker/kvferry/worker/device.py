@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -19,13 +20,20 @@ import torch
 
 from kvferry.proto.errors import ConfigError
 from kvferry.worker import host_memory
-
-HostBytes = npt.NDArray[np.uint8]
+from kvferry.worker.arena import Arena, HostBytes, cut, open_arena, page_aligned
 
 Rows = npt.NDArray[np.int64]
 
 DeviceBytes = torch.Tensor | HostBytes
 """Bytes on a device: an array on the CPU (indexing it is ten times cheaper), a tensor on a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Zeroed uint8 storages; `arena` is what other processes of this host map them by, if any."""
+
+    storages: list[torch.Tensor]
+    arena: Arena | None = None
 
 
 class Device(Protocol):
@@ -35,8 +43,8 @@ class Device(Protocol):
     def name(self) -> str:
         """The torch name, e.g. "cpu" or "cuda:0"."""
 
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return a zeroed uint8 tensor of shape [num_bytes] on the device."""
+    def allocate(self, sizes: Sequence[int]) -> Allocation:
+        """Return zeroed storages of these sizes in bytes."""
 
     def total_bytes(self) -> int:
         """Return the device's memory in bytes, as far as this process may use it."""
@@ -100,9 +108,12 @@ class CpuDevice:
 
     name = "cpu"
 
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return a zeroed uint8 tensor of shape [num_bytes]."""
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+    def allocate(self, sizes: Sequence[int]) -> Allocation:
+        """Return zeroed storages of these sizes, in one arena where the system has them."""
+        arena = open_arena(sum(page_aligned(size) for size in sizes))
+        if arena is None:
+            return Allocation([torch.zeros(size, dtype=torch.uint8) for size in sizes])
+        return Allocation([torch.from_numpy(part) for part in cut(arena.bytes(), sizes)], arena)
 
     def total_bytes(self) -> int:
         """Return the memory of the machine or of this process's control group, the lesser."""
@@ -159,11 +170,11 @@ class CudaDevice:
         # Pinned staging per thread: several transfers run at once and must not share a buffer.
         self._of_thread = threading.local()
 
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return a zeroed uint8 tensor of shape [num_bytes] on the GPU."""
-        tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+    def allocate(self, sizes: Sequence[int]) -> Allocation:
+        """Return zeroed storages of these sizes on the GPU."""
+        storages = [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in sizes]
         torch.cuda.synchronize(self._device)
-        return tensor
+        return Allocation(storages)
 
     def total_bytes(self) -> int:
         """Return the memory of the GPU."""

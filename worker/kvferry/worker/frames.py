@@ -65,21 +65,46 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedOffer:
+    """Where the blocks that were found lie in memory that the caller may map itself.
+
+    `socket` is the name at which the worker hands its memory out. `block_ids[i]` holds asked block
+    i as long as its generation is `generations[i]`.
+    """
+
+    socket: str
+    block_ids: tuple[BlockId, ...]
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BulkOffer:
+    """The frames wait at another port of the same host, for whoever shows the ticket there."""
+
+    port: int
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """First message of a transfer: blocks [0, num_found) of those asked for will follow."""
+    """First message of a transfer: blocks [0, num_found) of those asked for will follow.
+
+    They follow in the same stream, or by the path that is offered.
+    """
 
     incarnation: int
     num_found: int
     geometry: Geometry
+    offer: SharedOffer | BulkOffer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """Some bytes of some blocks. `checksum` is the xxh3-64 of the payload."""
+    """Some bytes of some blocks, as they arrive. `checksum` is the xxh3-64 of the payload."""
 
     segments: tuple[Segment, ...]
     checksum: int
-    payload: bytes
+    payload: bytes | memoryview
 
 
 def places_of(segments: Sequence[Segment], block_ids: Sequence[BlockId]) -> list[Place]:

@@ -12,8 +12,10 @@ from kvferry.proto.ids import LeaseId
 from kvferry.proto.placement import shape_of
 from kvferry.proto.reshard import Transfer, plan_reshard
 from kvferry.proto.step_messages import Source
+from kvferry.worker.fetch_terms import FetchTerms, Peer
 from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.part_pull import pull_blocks, pull_part
 from kvferry.worker.pull import (
     BlockRun,
     PartOutcome,
@@ -35,7 +37,7 @@ def pull_loads(
     timeout_s: float,
     cancel: threading.Event,
 ) -> PullOutcome:
-    """Pull this rank's part of the loads, one after the other, as `TransferClient.pull` does.
+    """Pull this rank's part of the loads, one after the other.
 
     Where both sides have one layout, whole blocks come from the rank of the same number. Otherwise
     the transfers of a plan come from whichever ranks hold the bytes.
@@ -43,22 +45,9 @@ def pull_loads(
     Raises:
         BadInputError: destinations that do not fit the hashes or the memory, or no such group.
     """
-    if replace(source.layout, memory=memory.layout.memory) == memory.layout:
-        return client.pull(
-            source.rank_addresses[memory.rank],
-            [
-                BlockRun(group_id=load.group_id, hashes=load.hashes, block_ids=load.block_ids)
-                for load in loads
-            ],
-            identity=memory.identity,
-            memory=memory,
-            lease_id=lease_id,
-            incarnation=source.incarnation,
-            timeout_s=timeout_s,
-            cancel=cancel,
-        )
     require_destinations(loads, memory.num_blocks)
-    pulling = _PartPulls(client, memory, source, lease_id, time.monotonic() + timeout_s, cancel)
+    terms = FetchTerms(lease_id=lease_id, end_s=time.monotonic() + timeout_s, cancel=cancel)
+    pulling = _Pulling(client, memory, source, terms)
     num_blocks = tuple(pulling.fill(load) for load in loads)
     parts = pulling.outcomes
     failed = pulling.failed
@@ -72,23 +61,18 @@ def pull_loads(
 
 
 @dataclass(slots=True)
-class _PartPulls:
-    """Pulls transfer after transfer, until one fails for another reason than that a block is gone.
-
-    The first tokens of a load may be at all other ranks that it needs, so those are asked too.
-    """
+class _Pulling:
+    """Pulls one load after the other, until one fails."""
 
     client: TransferClient
     memory: KvMemory
     source: Source
-    lease_id: LeaseId
-    end_s: float
-    cancel: threading.Event
+    terms: FetchTerms
     outcomes: list[PartOutcome] = field(init=False, default_factory=list)
 
     @property
     def failed(self) -> PartOutcome | None:
-        """The first transfer that failed."""
+        """The first part that failed."""
         return next((outcome for outcome in self.outcomes if outcome.error is not None), None)
 
     def fill(self, load: GroupLoad) -> int:
@@ -96,6 +80,8 @@ class _PartPulls:
         if self.failed is not None:
             return 0
         own = self.memory.layout
+        if replace(self.source.layout, memory=own.memory) == own:
+            return self._pull_blocks(load)
         start = load.first_block * own.virtual_block_tokens
         plan = plan_reshard(
             self.source.layout,
@@ -107,35 +93,46 @@ class _PartPulls:
         num_whole = len(load.block_ids)
         for transfer in plan.transfers:
             if transfer.dst_rank == self.memory.rank:
-                num_whole = min(num_whole, self._pull(load, transfer))
+                num_whole = min(num_whole, self._pull_part(load, transfer))
         return num_whole
 
-    def _pull(self, load: GroupLoad, transfer: Transfer) -> int:
-        """Pull one transfer; return how many of the load's first blocks have all of its tokens."""
+    def _pull_blocks(self, load: GroupLoad) -> int:
+        run = BlockRun(group_id=load.group_id, hashes=load.hashes, block_ids=load.block_ids)
+        peer = self._peer(self.memory.rank)
+        outcome = pull_blocks(self.client, peer, run, memory=self.memory, terms=self.terms)
+        self.outcomes.append(outcome)
+        return outcome.num_in_place
+
+    def _pull_part(self, load: GroupLoad, transfer: Transfer) -> int:
+        """Pull one transfer; return how many of the load's first blocks have all of its tokens.
+
+        The first tokens of a load may be at all other ranks that it needs, so those are asked after
+        one that lacks a block, but not after one that failed for another reason.
+        """
         if self.outcomes and self.outcomes[-1].error_type not in (None, NotFoundError.__name__):
             return 0
         skipped_tokens = load.first_block * self.memory.layout.block_tokens
         run = PartRun(
             group_id=load.group_id,
-            source=self.source.layout,
             hashes=load.source_hashes,
             transfer=transfer,
             table=np.array(load.block_ids, dtype=np.int64),
             skipped_source_tokens=load.first_source_block * self.source.layout.block_tokens,
             skipped_tokens=skipped_tokens,
         )
-        outcome = self.client.pull_part(
-            self.source.rank_addresses[transfer.src_rank],
-            run,
-            identity=self.memory.identity,
-            memory=self.memory,
-            lease_id=self.lease_id,
-            incarnation=self.source.incarnation,
-            timeout_s=max(self.end_s - time.monotonic(), 0.0),
-            cancel=self.cancel,
-        )
+        peer = self._peer(transfer.src_rank)
+        outcome = pull_part(self.client, peer, run, memory=self.memory, terms=self.terms)
         self.outcomes.append(outcome)
-        if outcome.num_tokens == transfer.num_tokens:
+        if outcome.num_in_place == transfer.num_tokens:
             return len(load.block_ids)
         tokens = destination_cells(transfer, skipped_tokens=skipped_tokens).tokens
-        return int(tokens[outcome.num_tokens]) // self.memory.layout.block_tokens
+        return int(tokens[outcome.num_in_place]) // self.memory.layout.block_tokens
+
+    def _peer(self, rank: int) -> Peer:
+        return Peer(
+            address=self.source.rank_addresses[rank],
+            identity=self.memory.identity,
+            layout=self.source.layout,
+            rank=rank,
+            incarnation=self.source.incarnation,
+        )

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId
-from kvferry.proto.layout import Layout
 from kvferry.proto.reshard import Transfer
 from kvferry.worker.frames import Frame, Header
 from kvferry.worker.group_load import GroupLoad
@@ -63,13 +62,12 @@ def merge_outcomes(outcomes: Sequence[PullOutcome]) -> PullOutcome:
 class PartRun:
     """One transfer of a plan: the part of a source rank's blocks that a destination rank takes.
 
-    `source` is the source's layout. `hashes` are consecutive blocks of the source rank, the first
+    `hashes` are consecutive blocks of the source rank, the first
     of them after `skipped_source_tokens` of its local tokens. `table` has the destination rank's
     blocks, the first of them after `skipped_tokens` of its own.
     """
 
     group_id: GroupId
-    source: Layout
     hashes: Sequence[BlockHash]
     transfer: Transfer
     table: BlockTable
@@ -79,13 +77,13 @@ class PartRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOutcome:
-    """How the pull of a transfer ended; its writer is closed.
+    """How the pull of a run ended; its writer is closed.
 
-    `num_tokens`: so many of the transfer's first tokens are verified and in place, of
-    `transfer.num_tokens`. The rest is as in `PullOutcome`.
+    `num_in_place`: so many of a `BlockRun`'s first blocks, or of a `PartRun`'s first tokens, are
+    verified and in place. The rest is as in `PullOutcome`.
     """
 
-    num_tokens: int
+    num_in_place: int
     num_bytes: int
     num_checksum_failures: int = 0
     error: str | None = None

@@ -17,7 +17,7 @@ from kvferry.proto.ids import NULL_BLOCK
 from kvferry.proto.reshard import Transfer
 from kvferry.proto.token_runs import Positions
 from kvferry.worker.device import DeviceBytes
-from kvferry.worker.kv_memory import GroupMemory
+from kvferry.worker.group_memory import GroupMemory
 from kvferry.worker.selection import BlockTable
 
 

@@ -3,14 +3,22 @@
 The index of the worker, not of the service: it says what may be read *now*. A reader keeps the
 `Resident` it found, copies the block, and asks `still_holds` afterwards (a sequence lock): when
 the answer is yes, nobody was allowed to write into the block in between.
+
+The generations lie in memory that other processes of this host may map: they ask the same way.
 """
 
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import NULL_BLOCK, BlockId, GroupedHash
+from kvferry.worker.arena import Arena, HostBytes, open_arena
+
+GENERATION_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +29,43 @@ class Resident:
     generation: int
 
 
-class Residency:
-    """Thread-safe. Every change of what a block holds gives it a new generation."""
+class Generations:
+    """The number of what each block holds: another one with every change, 0 while it holds nothing.
 
-    def __init__(self) -> None:
+    Args:
+        memory: `GENERATION_BYTES` for each block.
+    """
+
+    def __init__(self, memory: HostBytes) -> None:
+        self._of_block: npt.NDArray[np.uint64] = memory.view(np.uint64)
+
+    def still_holds(self, resident: Resident) -> bool:
+        """Return whether the block has held the same content ever since it was found."""
+        return int(self._of_block[resident.block_id]) == resident.generation
+
+    def __getitem__(self, block_id: BlockId) -> int:
+        return int(self._of_block[block_id])
+
+    def __setitem__(self, block_id: BlockId, generation: int) -> None:
+        self._of_block[block_id] = generation
+
+
+class Residency:
+    """Thread-safe. Every change of what a block holds gives it a new generation.
+
+    `arena` is what other processes of this host can map the generations by, if they can.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
         self._lock = threading.Lock()
         self._hash_of_block: dict[BlockId, GroupedHash] = {}
         # The inner dict is an ordered set: the block that came first is found first.
         self._blocks_of_hash: dict[GroupedHash, dict[BlockId, None]] = {}
-        self._generation_of_block: dict[BlockId, int] = {}
+        num_bytes = GENERATION_BYTES * num_blocks
+        self.arena: Arena | None = open_arena(num_bytes)
+        memory = np.zeros(num_bytes, np.uint8) if self.arena is None else self.arena.bytes()
+        self._generations = Generations(memory)
         self._next_generation = 1
 
     def mark_written(self, pairs: Iterable[tuple[GroupedHash, BlockId]]) -> None:
@@ -38,17 +74,18 @@ class Residency:
         Repeating a pair changes nothing.
 
         Raises:
-            InvariantError: the null block, or a block that still holds another hash (it was written
-                into before `mark_reused`).
+            InvariantError: the null block or none that there is, or a block that still holds
+                another hash (it was written into before `mark_reused`).
         """
         with self._lock:
             for key, block_id in pairs:
                 held = self._hash_of_block.get(block_id)
-                if block_id == NULL_BLOCK or (held is not None and held != key):
+                is_block = NULL_BLOCK < block_id < self._num_blocks
+                if not is_block or (held is not None and held != key):
                     raise InvariantError(
                         "a block was written while it was null or still held another hash",
                         given=f"block {block_id}, {key.hex()}",
-                        allowed=held.hex() if held is not None else "any block but the null block",
+                        allowed=held.hex() if held is not None else f"1 to {self._num_blocks - 1}",
                     )
                 if held is None:
                     self._hash_of_block[block_id] = key
@@ -68,12 +105,12 @@ class Residency:
             if not blocks:
                 return None
             block_id = next(iter(blocks))
-            return Resident(block_id, self._generation_of_block[block_id])
+            return Resident(block_id, self._generations[block_id])
 
     def still_holds(self, resident: Resident) -> bool:
         """Return whether the block has held the same content ever since it was found."""
         with self._lock:
-            return self._generation_of_block.get(resident.block_id) == resident.generation
+            return self._generations.still_holds(resident)
 
     def num_blocks(self) -> int:
         """Return how many blocks hold a hash now."""
@@ -88,9 +125,9 @@ class Residency:
         del blocks[block_id]
         if not blocks:
             del self._blocks_of_hash[key]
-        del self._generation_of_block[block_id]
+        self._generations[block_id] = 0
 
     def _renew(self, block_id: BlockId) -> None:
         # One counter for all blocks: a block that comes back never meets an old generation.
-        self._generation_of_block[block_id] = self._next_generation
+        self._generations[block_id] = self._next_generation
         self._next_generation += 1

@@ -1,39 +1,45 @@
 """What a fetch is answered with: blocks of the KV memory, or the selected part of them."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
-from kvferry.worker.block_io import gather
+from kvferry.worker.block_io import pieces_of
 from kvferry.worker.chunks import Chunks
 from kvferry.worker.frames import Segment, places_of
-from kvferry.worker.kv_memory import GroupMemory
+from kvferry.worker.group_memory import GroupMemory
 from kvferry.worker.reshard_io import Cells
-from kvferry.worker.residency import Residency, Resident
+from kvferry.worker.residency import Resident
 from kvferry.worker.selection import Selection
+
+
+class Holds(Protocol):
+    """Whoever knows what blocks hold: the worker, or a peer that maps its memory."""
+
+    def still_holds(self, resident: Resident) -> bool:
+        """Return whether the block has held the same content ever since it was found."""
 
 
 class ServedBlocks:
     """Whole blocks of a group."""
 
-    def __init__(
-        self, memory: GroupMemory, residency: Residency, residents: Sequence[Resident]
-    ) -> None:
+    def __init__(self, memory: GroupMemory, holds: Holds, residents: Sequence[Resident]) -> None:
         self.geometry = memory.geometry
         self.num_found = len(residents)
         self.last_page_bytes: int | None = None
         self._memory = memory
-        self._residency = residency
+        self._holds = holds
         self._residents = residents
         self._block_ids = [resident.block_id for resident in residents]
 
-    def read(self, segments: Sequence[Segment]) -> bytes:
+    def pieces(self, segments: Sequence[Segment]) -> list[memoryview]:
         """Return the canonical bytes of the segments, one after the other."""
-        return gather(self._memory, places_of(segments, self._block_ids))
+        return pieces_of(self._memory, places_of(segments, self._block_ids))
 
     def lost_hash(self, index: int) -> int | None:
         """Return the index if the block no longer holds its hash."""
-        return None if self._residency.still_holds(self._residents[index]) else index
+        return None if self._holds.still_holds(self._residents[index]) else index
 
 
 class ServedSelection:
@@ -49,7 +55,7 @@ class ServedSelection:
     def __init__(
         self,
         memory: GroupMemory,
-        residency: Residency,
+        holds: Holds,
         residents: Sequence[Resident],
         selection: Selection,
         *,
@@ -70,16 +76,16 @@ class ServedSelection:
         )
         self.last_page_bytes = self._chunks.last_page_bytes if is_whole else None
         self._block_tokens = block_tokens
-        self._residency = residency
+        self._holds = holds
         self._residents = residents
 
-    def read(self, segments: Sequence[Segment]) -> bytes:
+    def pieces(self, segments: Sequence[Segment]) -> list[memoryview]:
         """Return the bytes of the segments, one after the other."""
-        return self._chunks.read(segments)
+        return self._chunks.pieces(segments)
 
     def lost_hash(self, index: int) -> int | None:
         """Return the first block that a chunk has tokens of and that no longer holds its hash."""
         for block in np.unique(self._chunks.cells_of(index).tokens // self._block_tokens).tolist():
-            if not self._residency.still_holds(self._residents[block]):
+            if not self._holds.still_holds(self._residents[block]):
                 return int(block)
         return None

@@ -19,14 +19,17 @@ from kvferry.proto.ids import BlockHash, BlockId, GroupId, Incarnation, LeaseId,
 from kvferry.proto.layout_text import layout_text
 from kvferry.proto.step_messages import Source
 from kvferry.worker.block_io import scatter
-from kvferry.worker.frames import DEFAULT_FRAME_BYTES, Frame, Header
+from kvferry.worker.frames import DEFAULT_FRAME_BYTES, Frame, Header, SharedOffer
 from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.layout_pull import pull_loads
+from kvferry.worker.memory_door import MemoryDoor
+from kvferry.worker.outgoing import OutgoingFrame, Served
+from kvferry.worker.paths import ALL_PATHS, Path, this_place
 from kvferry.worker.pull import PullOutcome
-from kvferry.worker.residency import Residency
+from kvferry.worker.residency import Residency, Resident
 from kvferry.worker.served import ServedBlocks, ServedSelection
-from kvferry.worker.source import Served, find_prefix, read_frames
+from kvferry.worker.source import find_prefix, read_frames
 from kvferry.worker.stats import StatsCounter, WorkerStats
 from kvferry.worker.store_sink import Reserver, accept_blocks
 from kvferry.worker.transfer_client import TransferClient
@@ -49,18 +52,23 @@ class WorkerService:
     Args:
         incarnation: this life of the process.
         memory: the KV tensors, and the identity of what they hold.
+        paths: those that it serves and pulls by, besides gRPC.
     """
 
-    def __init__(self, *, incarnation: Incarnation, memory: KvMemory) -> None:
+    def __init__(
+        self, *, incarnation: Incarnation, memory: KvMemory, paths: Sequence[Path] = ALL_PATHS
+    ) -> None:
         self.identity = memory.identity
         self.incarnation = incarnation
         self.memory = memory
-        self.residency = Residency()
+        self.residency = Residency(memory.num_blocks)
         self.reserver: Reserver | None = None
         self._identity_digest = self.identity.digest()
         self._stats = StatsCounter()
-        self._client = TransferClient()
+        self._paths = tuple(paths)
+        self._client = TransferClient(paths=paths)
         self._server: TransferServer | None = None
+        self._door: MemoryDoor | None = None
 
     def written(self, group_id: GroupId, pairs: Iterable[tuple[BlockHash, BlockId]]) -> None:
         """Say that each block is completely written and holds its hash's content in the group.
@@ -90,7 +98,12 @@ class WorkerService:
         """
         if self._server is not None:
             raise ConfigError("this worker serves already", given=self._server.address)
-        self._server = TransferServer(self, bind=bind, port=port, insecure=insecure)
+        self._server = TransferServer(
+            self, bind=bind, port=port, insecure=insecure, bulk="bulk" in self._paths
+        )
+        has_arenas = self.memory.arena is not None and self.residency.arena is not None
+        if "shm" in self._paths and has_arenas and this_place():
+            self._door = MemoryDoor(self.memory, self.residency, self.incarnation)
         return self._server.address
 
     def pull(
@@ -147,10 +160,11 @@ class WorkerService:
             pid=os.getpid(),
         )
 
-    def open_fetch(self, ask: FetchAsk) -> Iterator[Header | Frame]:
+    def open_fetch(self, ask: FetchAsk) -> Iterator[Header | OutgoingFrame]:
         """Yield a header with the length of the resident prefix, then its frames.
 
-        With a selection, both count its chunks (`Chunks`) instead of blocks.
+        With a selection, both count its chunks (`Chunks`) instead of blocks. A caller that can map
+        this memory is told in the header where the blocks lie instead.
 
         Raises:
             IdentityMismatchError: another identity.
@@ -181,13 +195,17 @@ class WorkerService:
             max_frame_bytes = ask.max_frame_bytes or DEFAULT_FRAME_BYTES
             frames = read_frames(served, ask.hashes, max_frame_bytes)
             self._stats.add(num_fetches=1)
+            offer = self._shared_offer(ask, residents)
             yield Header(
                 incarnation=self.incarnation,
                 num_found=served.num_found,
                 geometry=served.geometry,
+                offer=offer,
             )
+            if offer is not None:
+                return
             for frame in frames:
-                self._stats.add(num_bytes_served=len(frame.payload))
+                self._stats.add(num_bytes_served=sum(map(len, frame.pieces)))
                 yield frame
         except KvferryError as error:
             self._stats.add_error(type(error).__name__)
@@ -237,10 +255,23 @@ class WorkerService:
 
     def stop(self) -> None:
         """Stop serving and pulling; running calls get a short grace. Repeating is fine."""
+        if self._door is not None:
+            self._door.close()
+            self._door = None
         if self._server is not None:
             self._server.stop()
             self._server = None
         self._client.close()
+
+    def _shared_offer(self, ask: FetchAsk, residents: Sequence[Resident]) -> SharedOffer | None:
+        """Return where the blocks lie, for a caller that runs where this memory can be mapped."""
+        if self._door is None or "shm" not in ask.paths or ask.place != this_place():
+            return None
+        return SharedOffer(
+            socket=self._door.name,
+            block_ids=tuple(resident.block_id for resident in residents),
+            generations=tuple(resident.generation for resident in residents),
+        )
 
     def _require_same(self, ask: FetchAsk | StoreAsk) -> None:
         if ask.identity_digest != self._identity_digest:

@@ -1,13 +1,11 @@
 """The sending side: which asked blocks are here, and their frames, each checked after the copy."""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
-import xxhash
-
-from kvferry.proto.errors import NotFoundError
+from kvferry.proto.errors import InvariantError, NotFoundError
 from kvferry.proto.ids import BlockHash, GroupId, pack_group
-from kvferry.worker.frames import Frame, Geometry, Segment, plan_frames
+from kvferry.worker.frames import Segment, plan_frames
+from kvferry.worker.outgoing import OutgoingFrame, Served
 from kvferry.worker.residency import Residency, Resident
 
 
@@ -24,39 +22,12 @@ def find_prefix(
     return found
 
 
-def make_frame(segments: tuple[Segment, ...], payload: bytes) -> Frame:
-    """Return the frame of a payload, with its checksum."""
-    return Frame(segments=segments, checksum=xxhash.xxh3_64_intdigest(payload), payload=payload)
-
-
-class Served(Protocol):
-    """What a fetch is answered with: `num_found` blocks, or chunks of a selection of blocks."""
-
-    @property
-    def geometry(self) -> Geometry:
-        """How they are cut."""
-
-    @property
-    def num_found(self) -> int:
-        """How many of those asked for are here."""
-
-    @property
-    def last_page_bytes(self) -> int | None:
-        """The page of the last one that is here, where it is smaller than that of the others."""
-
-    def read(self, segments: Sequence[Segment]) -> bytes:
-        """Return the bytes of the segments, one after the other."""
-
-    def lost_hash(self, index: int) -> int | None:
-        """Return which hash is no longer where it was found, of those that this one needs."""
-
-
 def read_frames(
     served: Served, hashes: Sequence[BlockHash], max_frame_bytes: int
-) -> Iterator[Frame]:
-    """Return the frames of what was found for the first of `hashes`.
+) -> Iterator[OutgoingFrame]:
+    """Return the frames of what was found for the first of `hashes`; each must be settled.
 
-    A block that is handed out anew while it is read ends the stream: what was copied from it is
+    A block that is handed out anew while it is sent ends the stream: what was copied from it is
     thrown away, blocks before it are still sent.
 
     Raises:
@@ -71,22 +42,14 @@ def read_frames(
 
 def _read(
     plan: Iterator[tuple[Segment, ...]], served: Served, hashes: Sequence[BlockHash]
-) -> Iterator[Frame]:
+) -> Iterator[OutgoingFrame]:
     for segments in plan:
-        payload = served.read(segments)
-        # Only now, after the copy: a block that still holds its hash was not written meanwhile.
-        lost = None
-        kept = 0
-        for segment in segments:
-            lost = served.lost_hash(segment.hash_index)
-            if lost is not None:
-                break
-            kept += 1
-        if kept:
-            last = segments[kept - 1]
-            yield make_frame(segments[:kept], payload[: last.offset + last.length])
-        if lost is not None:
+        frame = OutgoingFrame(segments, served)
+        yield frame
+        if not frame.is_settled:
+            raise InvariantError("a frame was sent without asking whether it still holds")
+        if frame.lost_hash is not None:
             raise NotFoundError(
                 "a block left its place while it was read",
-                given={"hash_index": lost, "hash": hashes[lost].hex()},
+                given={"hash_index": frame.lost_hash, "hash": hashes[frame.lost_hash].hex()},
             )

@@ -1,71 +1,69 @@
-"""Calls to other workers: describe, pull, store. One channel per peer, kept."""
+"""Calls to other workers: describe, fetch by whichever path is best, store."""
 
-import threading
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import chain
+from typing import Protocol
 
 import grpc
 
-from kvferry.proto.errors import DeadlineError, KvferryError, NotFoundError, UnavailableError
-from kvferry.proto.grpc_options import CHANNEL_OPTIONS
+from kvferry.proto.errors import DeadlineError, KvferryError, TransferError, UnavailableError
 from kvferry.proto.grpc_status import MAX_CALL_S
 from kvferry.proto.identity import Identity
-from kvferry.proto.ids import GroupId, Incarnation, LeaseId
 from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
-from kvferry.worker.block_io import gather, scatter
-from kvferry.worker.chunks import Chunks
-from kvferry.worker.frames import Frame, Header, places_of, plan_frames
-from kvferry.worker.grpc_errors import error_of_call
+from kvferry.worker.block_io import pieces_of
+from kvferry.worker.bulk_wire import receive_frames
+from kvferry.worker.channels import Channels
+from kvferry.worker.checksum import checksum_of
+from kvferry.worker.destination import Destination
+from kvferry.worker.fetch_terms import FetchTerms, Peer
+from kvferry.worker.frame_wire import encode_frame
+from kvferry.worker.frames import BulkOffer, Frame, Header, SharedOffer, places_of, plan_frames
 from kvferry.worker.kv_memory import KvMemory
-from kvferry.worker.pull import (
-    CANCELLED,
-    BlockRun,
-    PartOutcome,
-    PartRun,
-    PullOutcome,
-    receive,
-    require_destinations,
-)
-from kvferry.worker.reshard_io import destination_cells, require_cells
-from kvferry.worker.selection import selection_of
-from kvferry.worker.source import make_frame
+from kvferry.worker.paths import ALL_PATHS, Path, this_place
+from kvferry.worker.peer_memories import PeerMemories
+from kvferry.worker.peer_memory import copy_frames, read_shared
+from kvferry.worker.pull import BlockRun, receive, require_destinations
 from kvferry.worker.stall_watch import StallWatch
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import (
     FetchAsk,
     WorkerDescription,
+    decode_reply,
     description_from_proto,
-    encode_store_part,
+    encode_store_header,
     fetch_ask_to_proto,
-    make_fetch_ask,
     make_store_ask,
-    reply_from_proto,
 )
+from kvferry.worker.unusable_paths import PathUnusableError, UnusablePaths
 
 # How long a cancelled pull may go on waiting for the network.
 CANCEL_POLL_S = 0.02
 # A source that is alive sends something far sooner; one that is frozen keeps its connection.
 STALL_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 
+FETCH_METHOD = "/kvferry.transfer.v1.Transfer/Fetch"
 STORE_METHOD = "/kvferry.transfer.v1.Transfer/Store"
-
-
-class _CancelledError(Exception):
-    """The caller of a pull gave it up."""
 
 
 class TransferClient:
     """Thread-safe. Make it after a fork, never before: gRPC does not survive one.
 
     Args:
-        stall_s: seconds without a message after which a pull is ended.
+        stall_s: seconds without a message after which a fetch is ended.
+        paths: those it may take besides gRPC.
     """
 
-    def __init__(self, *, stall_s: float = STALL_TIMEOUT_S) -> None:
+    def __init__(
+        self, *, stall_s: float = STALL_TIMEOUT_S, paths: Sequence[Path] = ALL_PATHS
+    ) -> None:
         self._stall_s = stall_s
-        self._lock = threading.Lock()
-        self._channels: dict[str, grpc.Channel] = {}
+        self._channels = Channels()
+        self._paths = UnusablePaths(paths)
+        self._memories = PeerMemories()
 
     def describe(self, address: str, *, timeout_s: float) -> WorkerDescription:
         """Return who listens at `address` ("host:port").
@@ -73,124 +71,48 @@ class TransferClient:
         Raises:
             KvferryError: the peer's refusal, or UnavailableError, or DeadlineError.
         """
-        with self._channel(address) as channel:
+        with self._channels.lend(address) as channel:
             stub = transfer_pb2_grpc.TransferStub(channel)
             reply = stub.Describe(
                 transfer_pb2.DescribeRequest(), timeout=min(timeout_s, MAX_CALL_S)
             )
         return description_from_proto(reply)
 
-    def pull(
+    def fetch(
         self,
-        address: str,
-        runs: Sequence[BlockRun],
-        *,
-        identity: Identity,
-        memory: KvMemory,
-        lease_id: LeaseId,
-        incarnation: Incarnation,
-        timeout_s: float,
-        cancel: threading.Event,
-    ) -> PullOutcome:
-        """Fetch runs of blocks from the same rank of another instance of the memory's layout.
+        peer: Peer,
+        ask: FetchAsk,
+        destination: Destination,
+        session: PullSession,
+        terms: FetchTerms,
+    ) -> None:
+        """Put what a peer holds of what is asked into `destination`; what came is in `session`.
 
-        One run after the other, verifying every frame before it lands.
+        All writing happens in the calling thread, so the writer is closed when this returns or
+        raises. A deadline beyond `MAX_CALL_S` counts as that.
 
-        All writing happens in the calling thread, so the writer is closed when this returns. A
-        peer's failure or silence, a cancel, the deadline, or a run that the peer holds only the
-        beginning of ends the pull early and is told in the outcome; runs before that one are whole.
-        For a run without hashes nobody is called. A deadline beyond `MAX_CALL_S`, here and below,
-        counts as that.
+        Args:
+            peer: whom to ask.
+            ask: what for; its paths are chosen here.
+            destination: where the bytes are put.
+            session: of this fetch alone.
+            terms: deadline and cancel.
 
         Raises:
-            BadInputError: destinations that do not fit the hashes or the memory, or a group that
-                the memory does not have.
+            KvferryError: the peer's refusal, what was wrong with what it sent, UnavailableError, or
+                DeadlineError.
+            CancelledPullError: the caller gave it up.
         """
-        require_destinations(runs, memory.num_blocks)
-        sessions = [
-            PullSession(len(run.hashes), memory.group(run.group_id).geometry) for run in runs
-        ]
-        end_s = time.monotonic() + timeout_s
-
-        def pull_all() -> None:
-            for run, session in zip(runs, sessions, strict=True):
-                if not run.hashes:
-                    continue
-                ask = make_fetch_ask(
-                    identity,
-                    run.hashes,
-                    group_id=run.group_id,
-                    lease_id=lease_id,
-                    incarnation=incarnation,
-                    layout=memory.layout,
-                    rank=memory.rank,
-                )
-                left_s = end_s - time.monotonic()
-                if left_s <= 0:
-                    raise DeadlineError("the deadline of a pull has passed", given=timeout_s)
-                with closing(self._messages(address, ask, left_s, cancel)) as messages:
-                    _receive_run(messages, session, memory, run, address)
-
-        error, error_type = _error_of(pull_all)
-        return PullOutcome(
-            num_blocks_of_run=tuple(session.num_complete for session in sessions),
-            num_bytes=sum(session.num_bytes for session in sessions),
-            num_checksum_failures=sum(session.num_checksum_failures for session in sessions),
-            error=error,
-            error_type=error_type,
-        )
-
-    def pull_part(
-        self,
-        address: str,
-        run: PartRun,
-        *,
-        identity: Identity,
-        memory: KvMemory,
-        lease_id: LeaseId,
-        incarnation: Incarnation,
-        timeout_s: float,
-        cancel: threading.Event,
-    ) -> PartOutcome:
-        """Fetch one transfer of a plan; otherwise as `pull`.
-
-        Raises:
-            BadInputError: a transfer that does not fit the memory or the block table, begins before
-                the first hash, or is of a group that the memory does not have.
-        """
-        group, transfer = memory.group(run.group_id), run.transfer
-        cells = destination_cells(transfer, skipped_tokens=run.skipped_tokens)
-        require_cells(group, run.table, cells)
-        chunks = Chunks(group, run.table, cells)
-        session = PullSession(
-            chunks.num_chunks, chunks.geometry, last_page_bytes=chunks.last_page_bytes
-        )
-        ask = make_fetch_ask(
-            identity,
-            run.hashes,
-            group_id=run.group_id,
-            lease_id=lease_id,
-            incarnation=incarnation,
-            selection=selection_of(transfer, skipped_tokens=run.skipped_source_tokens),
-            layout=run.source,
-            rank=transfer.src_rank,
-        )
-
-        def pull() -> None:
-            with closing(self._messages(address, ask, timeout_s, cancel)) as messages:
-                receive(
-                    messages, session, lambda frame: chunks.write(frame.segments, frame.payload)
-                )
-            _require_everything(session, run.group_id, address)
-
-        error, error_type = _error_of(pull)
-        return PartOutcome(
-            num_tokens=chunks.tokens_of(session.num_complete),
-            num_bytes=session.num_bytes,
-            num_checksum_failures=session.num_checksum_failures,
-            error=error,
-            error_type=error_type,
-        )
+        while True:
+            paths = self._paths.usable(peer.address)
+            tried = replace(ask, paths=paths, place=this_place() if "shm" in paths else "")
+            try:
+                with self._stream(peer, tried, terms) as stream:
+                    self._receive(stream, destination, session)
+                return
+            except PathUnusableError as unusable:
+                # Nothing has been received yet, so the session is as it was.
+                self._paths.avoid(peer.address, unusable)
 
     def store(
         self,
@@ -214,14 +136,14 @@ class TransferClient:
         group = memory.group(run.group_id)
 
         def parts() -> Iterator[bytes]:
-            yield encode_store_part(
+            yield encode_store_header(
                 make_store_ask(identity, run.hashes, group.geometry, group_id=run.group_id)
             )
             for segments in plan_frames(len(run.hashes), group.geometry):
-                payload = gather(group, places_of(segments, run.block_ids))
-                yield encode_store_part(make_frame(segments, payload))
+                pieces = pieces_of(group, places_of(segments, run.block_ids))
+                yield encode_frame(segments, checksum_of(pieces), pieces)
 
-        with self._channel(address) as channel:
+        with self._channels.lend(address) as channel:
             # The generated stub would serialise the parts, which are encoded already.
             send: grpc.StreamUnaryMultiCallable[bytes, transfer_pb2.StoreReply]
             send = channel.stream_unary(
@@ -232,97 +154,134 @@ class TransferClient:
 
     def close(self) -> None:
         """Close all channels; calls under way end with UnavailableError."""
-        with self._lock:
-            channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            channel.close()
+        self._channels.close()
+        self._memories.close()
 
-    def _messages(
-        self, address: str, ask: FetchAsk, timeout_s: float, cancel: threading.Event
-    ) -> Generator[Header | Frame, None, None]:
-        if cancel.is_set():
-            raise _CancelledError
-        with self._channel(address) as channel:
-            stub = transfer_pb2_grpc.TransferStub(channel)
-            call = stub.Fetch(fetch_ask_to_proto(ask), timeout=min(timeout_s, MAX_CALL_S))
-            watch = StallWatch(
-                call.cancel, stall_s=self._stall_s, poll_s=CANCEL_POLL_S, cancel=cancel
+    def _receive(self, stream: "_Stream", destination: Destination, session: PullSession) -> None:
+        first = stream.next()
+        if isinstance(first, Header) and isinstance(first.offer, SharedOffer):
+            memory = self._memories.of(stream.peer, first.offer.socket)
+            served = memory.served(first.offer, stream.ask)
+            session.open(first)
+            copy_frames(read_shared(served, stream.ask), session, destination, stream.terms)
+        elif isinstance(first, Header) and isinstance(first.offer, BulkOffer):
+            _receive_bulk(stream, first, first.offer, destination, session)
+        else:
+            messages = chain([] if first is None else [first], stream)
+            receive(messages, session, lambda one: destination.write(one.segments, one.payload))
+
+    @contextmanager
+    def _stream(self, peer: Peer, ask: FetchAsk, terms: FetchTerms) -> Iterator["_Stream"]:
+        left_s = terms.require_s()
+        with self._channels.lend(peer.address) as channel:
+            fetch: grpc.UnaryStreamMultiCallable[transfer_pb2.FetchRequest, bytes]
+            fetch = channel.unary_stream(
+                FETCH_METHOD, request_serializer=transfer_pb2.FetchRequest.SerializeToString
             )
+            call = fetch(fetch_ask_to_proto(ask), timeout=min(left_s, MAX_CALL_S))
+            stream = _Stream(peer, ask, terms, call, self._stall_s)
             try:
-                with watch:
-                    for message in call:
-                        if cancel.is_set():
-                            raise _CancelledError
-                        watch.moved()
-                        yield reply_from_proto(message)
-                        # Placing it was our own time.
-                        watch.moved()
-            except grpc.RpcError as error:
-                if cancel.is_set():
-                    raise _CancelledError from error
-                if watch.stalled:
+                with stream.watch:
+                    yield stream
+            except (grpc.RpcError, KvferryError) as error:
+                # What was closed from outside fails in one way or another.
+                terms.require_wanted()
+                if stream.watch.stalled:
                     raise DeadlineError(
-                        f"{address} sent nothing for too long", allowed=f"{self._stall_s} s"
+                        f"{peer.address} sent nothing for too long", allowed=f"{self._stall_s} s"
                     ) from error
                 raise
             finally:
                 call.cancel()
 
-    @contextmanager
-    def _channel(self, address: str) -> Iterator[grpc.Channel]:
-        """Lend the peer's channel; failed calls come out as kvferry's errors."""
-        with self._lock:
-            channel = self._channels.get(address)
-            if channel is None:
-                channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-                self._channels[address] = channel
-        try:
-            yield channel
-        except grpc.RpcError as failed:
-            error = error_of_call(failed, address)
-            if isinstance(error, UnavailableError):
-                self._forget(address, channel)
-            raise error from failed
 
-    def _forget(self, address: str, channel: grpc.Channel) -> None:
-        """Open a fresh channel for the next call; other calls under way keep the old one."""
-        with self._lock:
-            if self._channels.get(address) is channel:
-                del self._channels[address]
+class _Call(Protocol):
+    """A call under way; gRPC's types have no name for it."""
+
+    def __iter__(self) -> Iterator[bytes]: ...
+
+    def cancel(self) -> object: ...
 
 
-def _receive_run(
-    messages: Iterator[Header | Frame],
-    session: PullSession,
-    memory: KvMemory,
-    run: BlockRun,
-    address: str,
-) -> None:
-    """Put one run's frames into its blocks; raise NotFoundError if the peer lacks some of it."""
-    group = memory.group(run.group_id)
+class _Stream:
+    """A Fetch under way: its messages, and what ends it from outside."""
 
-    def place(frame: Frame) -> None:
-        scatter(group, places_of(frame.segments, run.block_ids), frame.payload)
-
-    receive(messages, session, place)
-    _require_everything(session, run.group_id, address)
-
-
-def _require_everything(session: PullSession, group_id: GroupId, address: str) -> None:
-    if session.num_found < session.num_asked:
-        raise NotFoundError(
-            f"{address} holds only the first blocks of group {group_id}",
-            given=session.num_found,
-            allowed=session.num_asked,
+    def __init__(
+        self,
+        peer: Peer,
+        ask: FetchAsk,
+        terms: FetchTerms,
+        call: "_Call",
+        stall_s: float,
+    ) -> None:
+        self.peer = peer
+        self.ask = ask
+        self.terms = terms
+        self._call = call
+        self._also_stop: list[Callable[[], object]] = []
+        self.watch = StallWatch(
+            self._stop, stall_s=stall_s, poll_s=CANCEL_POLL_S, cancel=terms.cancel
         )
 
+    def __iter__(self) -> Iterator[Header | Frame]:
+        for message in self._call:
+            self.terms.require_wanted()
+            self.watch.moved()
+            yield decode_reply(message)
+            # Placing it was our own time.
+            self.watch.moved()
 
-def _error_of(pull: Callable[[], None]) -> tuple[str | None, str | None]:
-    """Run a pull and return the error and its class's name, of a peer's failure or a cancel."""
+    def next(self) -> Header | Frame | None:
+        """Return the next message, None at the end."""
+        return next(iter(self), None)
+
+    def also_stop(self, stop: Callable[[], object]) -> None:
+        """Call `stop` too when the stream is ended from outside."""
+        self._also_stop.append(stop)
+
+    def _stop(self) -> None:
+        self._call.cancel()
+        for stop in self._also_stop:
+            stop()
+
+
+def _receive_bulk(
+    stream: _Stream,
+    header: Header,
+    offer: BulkOffer,
+    destination: Destination,
+    session: PullSession,
+) -> None:
+    broken: KvferryError | None = None
+    with _connected(stream, offer) as connection:
+        session.open(header)
+        try:
+            receive_frames(connection, session, destination, stream.watch.moved)
+        except UnavailableError as error:
+            broken = error
+    if not session.is_finished:
+        # Why it ended early is said in the call.
+        for _ in stream:
+            raise TransferError("a frame in the call besides those by the bulk socket")
+        if broken is not None:
+            raise broken
+    session.close()
+
+
+@contextmanager
+def _connected(stream: _Stream, offer: BulkOffer) -> Iterator[socket.socket]:
+    host = stream.peer.address.rpartition(":")[0].strip("[]")
     try:
-        pull()
-    except _CancelledError:
-        return "the pull was cancelled", CANCELLED
-    except KvferryError as failure:
-        return str(failure), type(failure).__name__
-    return None, None
+        connection = socket.create_connection((host, offer.port), timeout=CONNECT_TIMEOUT_S)
+    except OSError as error:
+        raise PathUnusableError("bulk", f"port {offer.port}: {error}") from error
+
+    def shut() -> None:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    with connection:
+        stream.also_stop(shut)
+        connection.settimeout(None)
+        connection.sendall(offer.ticket)
+        yield connection

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol
@@ -20,17 +20,21 @@ from kvferry.proto.grpc_options import SERVER_OPTIONS
 from kvferry.proto.grpc_status import decode_message
 from kvferry.proto.listening import why_not_listening
 from kvferry.proto.v1 import transfer_pb2
+from kvferry.worker.bulk_listener import BulkListener
+from kvferry.worker.bulk_sender import send_bulk, worth_a_socket
+from kvferry.worker.frame_wire import encode_settled
 from kvferry.worker.frames import Frame, Header
 from kvferry.worker.grpc_errors import abort_with, require_deadline
+from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.stall_watch import StallWatch
 from kvferry.worker.transfer_wire import (
     FetchAsk,
     StoreAsk,
     WorkerDescription,
+    decode_store_part,
     description_to_proto,
-    encode_reply,
+    encode_header,
     fetch_ask_from_proto,
-    store_part_from_proto,
 )
 
 _log = logging.getLogger(__name__)
@@ -51,8 +55,8 @@ class Transfers(Protocol):
     def describe(self) -> WorkerDescription:
         """Say who this worker is."""
 
-    def open_fetch(self, ask: FetchAsk) -> Iterator[Header | Frame]:
-        """Yield a header, then frames."""
+    def open_fetch(self, ask: FetchAsk) -> Iterator[Header | OutgoingFrame]:
+        """Yield a header, then frames, each of which is settled before the next is asked for."""
 
     def accept_store(self, parts: Iterator[StoreAsk | Frame]) -> int:
         """Take a header, then frames; return the number of blocks that are here now."""
@@ -66,6 +70,7 @@ class TransferServer:
         bind: host to listen on.
         port: 0 lets the system choose.
         insecure: allow a host beyond loopback.
+        bulk: offer bulk sockets too, at a port of their own.
         max_transfers: number of Fetch and Store calls at once.
         stall_s: seconds after which a Fetch or Store whose peer does nothing is ended.
 
@@ -82,6 +87,7 @@ class TransferServer:
         bind: str,
         port: int = 0,
         insecure: bool,
+        bulk: bool = True,
         max_transfers: int = MAX_TRANSFERS,
         stall_s: float = STALL_TIMEOUT_S,
     ) -> None:
@@ -90,11 +96,12 @@ class TransferServer:
             max_transfers + NUM_SPARE_THREADS, thread_name_prefix="kvferry-transfer"
         )
         self._server = grpc.server(self._threads, options=SERVER_OPTIONS)
-        handlers = _Handlers(service, max_transfers, stall_s)
-        self._server.add_generic_rpc_handlers((handlers.as_grpc(),))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.port = self._listen(bind, port)
+        self._bulk = BulkListener(bind) if bulk else None
+        handlers = _Handlers(service, self._bulk, max_transfers, stall_s)
+        self._server.add_generic_rpc_handlers((handlers.as_grpc(),))
         self.address = _join_address(bind, self.port)
         self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
         self._server.start()
@@ -102,6 +109,8 @@ class TransferServer:
     def stop(self) -> None:
         """Refuse new calls, give running ones `STOP_GRACE_S`, then end them. Repeating is fine."""
         self._health.enter_graceful_shutdown()
+        if self._bulk is not None:
+            self._bulk.close()
         self._server.stop(STOP_GRACE_S).wait(STOP_GRACE_S + 1.0)
         self._threads.shutdown(wait=False)
 
@@ -117,8 +126,11 @@ class TransferServer:
 class _Handlers:
     """Every handler catches everything: one that dies silently leaves its client waiting."""
 
-    def __init__(self, service: Transfers, max_transfers: int, stall_s: float) -> None:
+    def __init__(
+        self, service: Transfers, bulk: BulkListener | None, max_transfers: int, stall_s: float
+    ) -> None:
         self._service = service
+        self._bulk = bulk
         self._max_transfers = max_transfers
         self._stall_s = stall_s
         self._places = threading.BoundedSemaphore(max_transfers)
@@ -156,14 +168,32 @@ class _Handlers:
                 ask = fetch_ask_from_proto(decode_message(transfer_pb2.FetchRequest, request))
                 num_asked, lease_id = len(ask.hashes), ask.lease_id
                 _log.debug("%s asks for %d blocks, lease %r", context.peer(), num_asked, lease_id)
-                for part in self._service.open_fetch(ask):
-                    # Nobody interrupts a handler whose client has left; it has to look.
-                    if not context.is_active():
-                        return
-                    yield encode_reply(part)
-                    watch.moved()
+                parts = self._service.open_fetch(ask)
+                yield from self._replies(parts, "bulk" in ask.paths, context, watch)
         except Exception as error:
             abort_with(context, error)
+
+    def _replies(
+        self,
+        parts: Iterator[Header | OutgoingFrame],
+        may_offer_bulk: bool,
+        context: grpc.ServicerContext,
+        watch: StallWatch,
+    ) -> Generator[bytes, None, None]:
+        for part in parts:
+            # Nobody interrupts a handler whose client has left; it has to look.
+            if not context.is_active():
+                return
+            if isinstance(part, Header):
+                if self._bulk is not None and may_offer_bulk and worth_a_socket(part):
+                    yield from send_bulk(self._bulk, part, parts, context, watch)
+                    return
+                yield encode_header(part)
+            else:
+                message = encode_settled(part)
+                if message is not None:
+                    yield message
+            watch.moved()
 
     def _store(
         self, requests: Iterator[bytes], context: grpc.ServicerContext
@@ -203,7 +233,7 @@ class _Handlers:
 def _store_parts(requests: Iterator[bytes], watch: StallWatch) -> Iterator[StoreAsk | Frame]:
     for request in requests:
         watch.moved()
-        yield store_part_from_proto(decode_message(transfer_pb2.StoreRequest, request))
+        yield decode_store_part(request)
         # Writing it was our own time.
         watch.moved()
 

@@ -4,11 +4,10 @@ Nothing a sender says is trusted: a frame is admitted only if every byte of it h
 among those still missing, and it counts only once the receiver has put it there.
 """
 
-from collections.abc import Iterable
-
-import xxhash
+from collections.abc import Iterable, Sequence
 
 from kvferry.proto.errors import TransferError
+from kvferry.worker.checksum import checksum_of
 from kvferry.worker.frames import Frame, Geometry, Header, Segment
 
 
@@ -74,26 +73,44 @@ class PullSession:
         """Check a frame before any byte of it is put in place.
 
         Raises:
-            TransferError: no header yet, a wrong checksum, a segment for an unknown block or layer,
-                of a wrong length, over bytes of another, or for a page that is in place already.
+            TransferError: as `verify` and `admit_segments`.
         """
         if self._num_found is None:
             raise TransferError("a frame before the header")
-        if xxhash.xxh3_64_intdigest(frame.payload) != frame.checksum:
+        self.verify([frame.payload], frame.checksum)
+        self.admit_segments(frame.segments, len(frame.payload))
+
+    def verify(self, pieces: Iterable[bytes | memoryview], checksum: int) -> None:
+        """Check the bytes of a frame.
+
+        Raises:
+            TransferError: they have another checksum.
+        """
+        if checksum_of(pieces) != checksum:
             self.num_checksum_failures += 1
             raise TransferError("a frame's checksum is wrong")
+
+    def admit_segments(self, segments: Sequence[Segment], payload_bytes: int) -> None:
+        """Check where the bytes of a frame belong, before any of them is put there.
+
+        Raises:
+            TransferError: no header yet, a segment for an unknown block or layer, of a wrong
+                length, over bytes of another, or for a page that is in place already.
+        """
+        if self._num_found is None:
+            raise TransferError("a frame before the header")
         offset = 0
         taken: dict[int, int] = {}
-        for segment in frame.segments:
+        for segment in segments:
             self._admit_place(segment, taken)
             if segment.offset != offset:
                 raise TransferError(
                     "segments overlap or leave a hole", given=segment.offset, allowed=offset
                 )
             offset += segment.length
-        if offset != len(frame.payload):
+        if offset != payload_bytes:
             raise TransferError(
-                "segments do not cover the payload", given=offset, allowed=len(frame.payload)
+                "segments do not cover the payload", given=offset, allowed=payload_bytes
             )
 
     def placed(self, segments: Iterable[Segment]) -> None:

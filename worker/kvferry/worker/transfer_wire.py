@@ -3,19 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.proto.errors import TransferError
+from kvferry.proto.errors import BadInputError, TransferError
+from kvferry.proto.grpc_status import decode_message
 from kvferry.proto.identity import Identity, identity_from_cbor, identity_to_cbor
-from kvferry.proto.ids import FIRST_GROUP, BlockHash, GroupId, join_hashes, split_hashes
+from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, GroupId, join_hashes, split_hashes
 from kvferry.proto.layout import Layout
 from kvferry.proto.layout_text import layout_text, parse_layout
 from kvferry.proto.v1 import transfer_pb2
-from kvferry.worker.frames import Frame, Geometry, Header, Segment
+from kvferry.worker.frame_wire import decode_frame, segments_from_proto
+from kvferry.worker.frames import BulkOffer, Frame, Geometry, Header, SharedOffer
+from kvferry.worker.paths import ALL_PATHS, Path
 from kvferry.worker.selection import Selection
 from kvferry.worker.selection_wire import selection_from_proto, selection_to_proto
 
-# Field number << 3 | 2 (a length follows).
-_TAG_FRAME = bytes([2 << 3 | 2])
-_TAG_PAYLOAD = bytes([3 << 3 | 2])
+_PATH_TO_PROTO: dict[Path, transfer_pb2.Path.ValueType] = {
+    "shm": transfer_pb2.PATH_SHARED_MEMORY,
+    "bulk": transfer_pb2.PATH_BULK_SOCKET,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +28,7 @@ class FetchAsk:
 
     `selection` is the part of them that is wanted, None for all of each. `layout` is how the caller
     takes the worker's instance to be laid out, None for one rank; `rank` which of them it asks.
+    `paths` are those it can take besides gRPC, `place` is its `paths.this_place`.
     """
 
     identity_digest: bytes
@@ -36,6 +41,8 @@ class FetchAsk:
     selection: Selection | None = None
     layout: Layout | None = None
     rank: int = 0
+    paths: tuple[Path, ...] = ()
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +130,8 @@ def fetch_ask_to_proto(ask: FetchAsk) -> transfer_pb2.FetchRequest:
         selection=None if ask.selection is None else selection_to_proto(ask.selection),
         layout="" if ask.layout is None else layout_text(ask.layout),
         rank=ask.rank,
+        paths=[_PATH_TO_PROTO[path] for path in ask.paths],
+        place=ask.place,
     )
 
 
@@ -146,68 +155,85 @@ def fetch_ask_from_proto(message: transfer_pb2.FetchRequest) -> FetchAsk:
         ),
         layout=parse_layout(message.layout) if message.layout else None,
         rank=message.rank,
+        # A path of a later version is none that we could take.
+        paths=tuple(path for path in ALL_PATHS if _PATH_TO_PROTO[path] in message.paths),
+        place=message.place,
     )
 
 
-def encode_reply(part: Header | Frame) -> bytes:
-    """Return one reply of a Fetch as it travels."""
-    if isinstance(part, Frame):
-        return _encode_frame(part)
+def encode_header(header: Header) -> bytes:
+    """Return the first reply of a Fetch as it travels."""
     reply = transfer_pb2.FetchReply()
-    reply.header.incarnation = part.incarnation
-    reply.header.num_found = part.num_found
-    _fill_geometry(reply.header.geometry, part.geometry)
+    message = reply.header
+    message.incarnation = header.incarnation
+    message.num_found = header.num_found
+    _fill_geometry(message.geometry, header.geometry)
+    if isinstance(header.offer, SharedOffer):
+        message.shared_memory.socket = header.offer.socket
+        message.shared_memory.block_ids.extend(header.offer.block_ids)
+        message.shared_memory.generations.extend(header.offer.generations)
+    elif header.offer is not None:
+        message.bulk.port = header.offer.port
+        message.bulk.ticket = header.offer.ticket
     return reply.SerializeToString()
 
 
-def reply_from_proto(message: transfer_pb2.FetchReply) -> Header | Frame:
+def decode_reply(data: bytes) -> Header | Frame:
     """Return one reply of a Fetch.
 
     Raises:
         TransferError: neither a header nor a frame.
         ConfigError: a geometry that cannot be.
     """
-    which = message.WhichOneof("part")
-    if which == "frame":
+    frame = decode_frame(data)
+    if frame is not None:
+        return frame
+    try:
+        message = decode_message(transfer_pb2.FetchReply, data)
+    except BadInputError as error:
+        raise TransferError("not a message of a transfer", given=f"{len(data)} bytes") from error
+    if message.HasField("frame"):
         return _frame_from_proto(message.frame)
-    if which == "header":
+    if message.HasField("header"):
         return Header(
             incarnation=message.header.incarnation,
             num_found=message.header.num_found,
             geometry=_geometry_from_proto(message.header.geometry),
+            offer=_offer_from_proto(message.header),
         )
     raise TransferError("an empty message in a transfer", allowed="a header or a frame")
 
 
-def encode_store_part(part: StoreAsk | Frame) -> bytes:
-    """Return one request of a Store as it travels.
+def encode_store_header(ask: StoreAsk) -> bytes:
+    """Return the first request of a Store as it travels.
 
     Raises:
         BadInputError: hashes of different sizes, or of no hash's size.
     """
-    if isinstance(part, Frame):
-        return _encode_frame(part)
     request = transfer_pb2.StoreRequest()
     header = request.header
-    header.identity_digest = part.identity_digest
-    header.identity_cbor = part.identity_cbor
-    header.group_id = part.group_id
-    header.hashes, header.hash_bytes = join_hashes(part.hashes)
-    _fill_geometry(header.geometry, part.geometry)
+    header.identity_digest = ask.identity_digest
+    header.identity_cbor = ask.identity_cbor
+    header.group_id = ask.group_id
+    header.hashes, header.hash_bytes = join_hashes(ask.hashes)
+    _fill_geometry(header.geometry, ask.geometry)
     return request.SerializeToString()
 
 
-def store_part_from_proto(message: transfer_pb2.StoreRequest) -> StoreAsk | Frame:
+def decode_store_part(data: bytes) -> StoreAsk | Frame:
     """Return one request of a Store.
 
     Raises:
         TransferError: neither a header nor a frame.
-        BadInputError: a malformed header.
+        BadInputError: no message, or a malformed header.
     """
-    which = message.WhichOneof("part")
-    if which == "frame":
+    frame = decode_frame(data)
+    if frame is not None:
+        return frame
+    message = decode_message(transfer_pb2.StoreRequest, data)
+    if message.HasField("frame"):
         return _frame_from_proto(message.frame)
-    if which == "header":
+    if message.HasField("header"):
         header = message.header
         return StoreAsk(
             identity_digest=header.identity_digest,
@@ -264,44 +290,20 @@ def _geometry_from_proto(message: transfer_pb2.Geometry) -> Geometry:
     )
 
 
-def _encode_frame(frame: Frame) -> bytes:
-    """Return a FetchReply or a StoreRequest that holds the frame (field 2 of both).
-
-    Written by hand around the payload: protobuf's own serialiser takes 30 times as long for
-    a megabyte, because it grows its buffer while it copies.
-    """
-    envelope = transfer_pb2.Frame(xxh3_64=frame.checksum)
-    for segment in frame.segments:
-        envelope.segments.add(
-            hash_index=segment.hash_index,
-            layer_start=segment.layer_start,
-            layer_end=segment.layer_end,
-            offset=segment.offset,
-            length=segment.length,
+def _offer_from_proto(header: transfer_pb2.FetchHeader) -> SharedOffer | BulkOffer | None:
+    if header.HasField("shared_memory"):
+        shared = header.shared_memory
+        return SharedOffer(
+            socket=shared.socket,
+            block_ids=tuple(map(BlockId, shared.block_ids)),
+            generations=tuple(shared.generations),
         )
-    inner = envelope.SerializeToString() + _TAG_PAYLOAD + _varint(len(frame.payload))
-    return b"".join((_TAG_FRAME, _varint(len(inner) + len(frame.payload)), inner, frame.payload))
-
-
-def _varint(value: int) -> bytes:
-    """Return protobuf's encoding of a length: seven bits a byte, the lowest first."""
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
+    if header.HasField("bulk"):
+        return BulkOffer(port=header.bulk.port, ticket=header.bulk.ticket)
+    return None
 
 
 def _frame_from_proto(message: transfer_pb2.Frame) -> Frame:
-    segments = tuple(
-        Segment(
-            hash_index=segment.hash_index,
-            layer_start=segment.layer_start,
-            layer_end=segment.layer_end,
-            offset=segment.offset,
-            length=segment.length,
-        )
-        for segment in message.segments
+    return Frame(
+        segments=segments_from_proto(message), checksum=message.xxh3_64, payload=message.payload
     )
-    return Frame(segments=segments, checksum=message.xxh3_64, payload=message.payload)

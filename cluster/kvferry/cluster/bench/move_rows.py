@@ -12,8 +12,10 @@ from kvferry.proto.errors import InvariantError
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.layout import Layout, grid
 from kvferry.proto.reshard import plan_reshard
-from kvferry.worker.device import HostBytes, open_device
-from kvferry.worker.kv_memory import GroupMemory, KvMemory
+from kvferry.worker.arena import HostBytes
+from kvferry.worker.device import open_device
+from kvferry.worker.group_memory import GroupMemory
+from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.reshard_io import destination_cells, gather, scatter, source_cells
 from kvferry.worker.selection import BlockTable
 

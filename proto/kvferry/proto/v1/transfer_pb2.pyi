@@ -15,6 +15,7 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import sys
 import typing
@@ -25,6 +26,28 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _Path:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PathEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Path.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PATH_UNSPECIFIED: _Path.ValueType  # 0
+    PATH_SHARED_MEMORY: _Path.ValueType  # 1
+    """The caller maps the worker's memory and copies by itself."""
+    PATH_BULK_SOCKET: _Path.ValueType  # 2
+    """Frames over a TCP connection of their own."""
+
+class Path(_Path, metaclass=_PathEnumTypeWrapper):
+    """How the bytes of a Fetch may travel besides in frames of the stream itself."""
+
+PATH_UNSPECIFIED: Path.ValueType  # 0
+PATH_SHARED_MEMORY: Path.ValueType  # 1
+"""The caller maps the worker's memory and copies by itself."""
+PATH_BULK_SOCKET: Path.ValueType  # 2
+"""Frames over a TCP connection of their own."""
+Global___Path: typing_extensions.TypeAlias = Path
 
 @typing.final
 class DescribeRequest(google.protobuf.message.Message):
@@ -274,6 +297,8 @@ class FetchRequest(google.protobuf.message.Message):
     SELECTION_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
+    PATHS_FIELD_NUMBER: builtins.int
+    PLACE_FIELD_NUMBER: builtins.int
     identity_digest: builtins.bytes
     """sha256 over the caller's identity; refused with FAILED_PRECONDITION when it is not the worker's."""
     identity_cbor: builtins.bytes
@@ -298,12 +323,20 @@ class FetchRequest(google.protobuf.message.Message):
     refused with FAILED_PRECONDITION; the memory order may differ. Empty: an instance of one rank.
     """
     rank: builtins.int
+    place: builtins.str
+    """Machine, namespaces and user of the caller's process, as docs/wire-protocol.md says: shared
+    memory is offered to the same place only.
+    """
     @property
     def selection(self) -> Global___Selection:
         """The part of the blocks that is wanted; absent for all of them. Its tokens, ascending, travel in
         chunks: `num_found`, `geometry` and `hash_index` of the replies are those of chunks, each of
         geometry.block_tokens tokens but the last, and layers are counted from `layer_start`.
         """
+
+    @property
+    def paths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Path.ValueType]:
+        """The other paths the caller can take. The worker offers one of them in its header, or none."""
 
     def __init__(
         self,
@@ -319,11 +352,66 @@ class FetchRequest(google.protobuf.message.Message):
         selection: Global___Selection | None = ...,
         layout: builtins.str = ...,
         rank: builtins.int = ...,
+        paths: collections.abc.Iterable[Global___Path.ValueType] | None = ...,
+        place: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["selection", b"selection"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["group_id", b"group_id", "hash_bytes", b"hash_bytes", "hashes", b"hashes", "identity_cbor", b"identity_cbor", "identity_digest", b"identity_digest", "incarnation", b"incarnation", "layout", b"layout", "lease_id", b"lease_id", "max_frame_bytes", b"max_frame_bytes", "rank", b"rank", "selection", b"selection"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group_id", b"group_id", "hash_bytes", b"hash_bytes", "hashes", b"hashes", "identity_cbor", b"identity_cbor", "identity_digest", b"identity_digest", "incarnation", b"incarnation", "layout", b"layout", "lease_id", b"lease_id", "max_frame_bytes", b"max_frame_bytes", "paths", b"paths", "place", b"place", "rank", b"rank", "selection", b"selection"]) -> None: ...
 
 Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
+
+@typing.final
+class SharedMemoryOffer(google.protobuf.message.Message):
+    """The blocks lie in memory that the caller may map; no frames follow and the stream ends."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOCKET_FIELD_NUMBER: builtins.int
+    BLOCK_IDS_FIELD_NUMBER: builtins.int
+    GENERATIONS_FIELD_NUMBER: builtins.int
+    socket: builtins.str
+    """Name of the abstract unix socket at which the worker hands its memory out."""
+    @property
+    def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each asked block that was found, or that a selection has tokens of: where in that memory
+        it lies, and the number that its place has there as long as the content stays.
+        """
+
+    @property
+    def generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        socket: builtins.str = ...,
+        block_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        generations: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "generations", b"generations", "socket", b"socket"]) -> None: ...
+
+Global___SharedMemoryOffer: typing_extensions.TypeAlias = SharedMemoryOffer
+
+@typing.final
+class BulkOffer(google.protobuf.message.Message):
+    """The frames wait at another port of the host that the call went to. The stream stays open until
+    they are sent and ends with the status of the fetch.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PORT_FIELD_NUMBER: builtins.int
+    TICKET_FIELD_NUMBER: builtins.int
+    port: builtins.int
+    ticket: builtins.bytes
+    """Sixteen bytes to begin the connection with; good for one."""
+    def __init__(
+        self,
+        *,
+        port: builtins.int = ...,
+        ticket: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["port", b"port", "ticket", b"ticket"]) -> None: ...
+
+Global___BulkOffer: typing_extensions.TypeAlias = BulkOffer
 
 @typing.final
 class FetchHeader(google.protobuf.message.Message):
@@ -334,20 +422,29 @@ class FetchHeader(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     NUM_FOUND_FIELD_NUMBER: builtins.int
     GEOMETRY_FIELD_NUMBER: builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: builtins.int
+    BULK_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     num_found: builtins.int
     """Length of the prefix of the asked hashes that is resident."""
     @property
     def geometry(self) -> Global___Geometry: ...
+    @property
+    def shared_memory(self) -> Global___SharedMemoryOffer: ...
+    @property
+    def bulk(self) -> Global___BulkOffer: ...
     def __init__(
         self,
         *,
         incarnation: builtins.int = ...,
         num_found: builtins.int = ...,
         geometry: Global___Geometry | None = ...,
+        shared_memory: Global___SharedMemoryOffer | None = ...,
+        bulk: Global___BulkOffer | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["geometry", b"geometry"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["geometry", b"geometry", "incarnation", b"incarnation", "num_found", b"num_found"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["bulk", b"bulk", "geometry", b"geometry", "offer", b"offer", "shared_memory", b"shared_memory"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bulk", b"bulk", "geometry", b"geometry", "incarnation", b"incarnation", "num_found", b"num_found", "offer", b"offer", "shared_memory", b"shared_memory"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["offer", b"offer"]) -> typing.Literal["shared_memory", "bulk"] | None: ...
 
 Global___FetchHeader: typing_extensions.TypeAlias = FetchHeader
 

@@ -122,6 +122,7 @@ class TransferStub(typing.Generic[_TransferDescribeType, _TransferFetchType, _Tr
     Fetch: _TransferFetchType
     """Read the longest prefix of the asked hashes that is resident here. The first reply is a header,
     every other one a frame. Nothing resident is no error: num_found is 0 and the stream ends.
+    A caller that names `paths` may be offered one of them in the header instead of frames.
       INVALID_ARGUMENT     a malformed request, an unknown group, a frame size out of range, a
                            selection of what is not here or beyond the asked blocks
       FAILED_PRECONDITION  another identity (differing fields are named when the identity is given),
@@ -175,6 +176,7 @@ class TransferServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[kvferry.proto.v1.transfer_pb2.FetchReply], collections.abc.AsyncIterator[kvferry.proto.v1.transfer_pb2.FetchReply]]:
         """Read the longest prefix of the asked hashes that is resident here. The first reply is a header,
         every other one a frame. Nothing resident is no error: num_found is 0 and the stream ends.
+        A caller that names `paths` may be offered one of them in the header instead of frames.
           INVALID_ARGUMENT     a malformed request, an unknown group, a frame size out of range, a
                                selection of what is not here or beyond the asked blocks
           FAILED_PRECONDITION  another identity (differing fields are named when the identity is given),

@@ -18,7 +18,7 @@ from transformers.utils import logging as _logging
 
 from kvferry.proto.errors import ModelError
 from kvferry.proto.identity import Identity
-from kvferry.worker.kv_memory import TORCH_DTYPES
+from kvferry.worker.dtypes import TORCH_DTYPES
 from kvferry.worker.model.attention import PAGED_ATTENTION
 from kvferry.worker.model.config import (
     eos_token_ids,

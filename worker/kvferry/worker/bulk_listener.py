@@ -1,0 +1,122 @@
+"""Where peers open bulk sockets: a port, one-time tickets, and the connections that showed one."""
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager, suppress
+
+from kvferry.proto.errors import DeadlineError
+from kvferry.worker.bulk_wire import TICKET_BYTES
+
+_log = logging.getLogger(__name__)
+
+# A peer connects at once; one that does not is behind a wall, or gone.
+CONNECT_TIMEOUT_S = 5.0
+# Those who say nothing hold one for so long each.
+NUM_GREETERS = 16
+
+
+class Ticket:
+    """The right to one connection; `secret` is what the peer shows."""
+
+    def __init__(self) -> None:
+        self.secret = secrets.token_bytes(TICKET_BYTES)
+        self.connection: Future[socket.socket] = Future()
+
+    def wait(self) -> socket.socket:
+        """Return the connection of the peer that shows the ticket.
+
+        Raises:
+            DeadlineError: nobody came within `CONNECT_TIMEOUT_S`.
+        """
+        try:
+            return self.connection.result(CONNECT_TIMEOUT_S)
+        except FutureTimeoutError:
+            raise DeadlineError(
+                "nobody came to fetch by a bulk socket", allowed=f"{CONNECT_TIMEOUT_S} s"
+            ) from None
+
+
+class BulkListener:
+    """Listens from construction to `close`, at a port that the system chooses.
+
+    Raises:
+        OSError: this machine cannot listen on `host`.
+    """
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._waiting: dict[bytes, Ticket] = {}
+        self._greeters = ThreadPoolExecutor(NUM_GREETERS, thread_name_prefix="kvferry-bulk")
+        self._thread = threading.Thread(target=self._accept, name="kvferry-bulk", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def ticket(self) -> Iterator[Ticket]:
+        """Lend a ticket; whatever connection it brought is closed at the end."""
+        ticket = Ticket()
+        with self._lock:
+            self._waiting[ticket.secret] = ticket
+        try:
+            yield ticket
+        finally:
+            with self._lock:
+                self._waiting.pop(ticket.secret, None)
+            # Nobody sets it any more: it is set, or never will be.
+            if ticket.connection.done():
+                ticket.connection.result().close()
+
+    def close(self) -> None:
+        """Stop listening; connections that were handed out go on. Repeating is fine."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        self._greeters.shutdown(wait=False, cancel_futures=True)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:
+                return  # closed
+            try:
+                self._greeters.submit(self._greet, connection, peer)
+            except RuntimeError:  # shut down meanwhile
+                connection.close()
+                return
+
+    def _greet(self, connection: socket.socket, peer: object) -> None:
+        try:
+            connection.settimeout(CONNECT_TIMEOUT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            secret = _read_secret(connection)
+            with self._lock:
+                ticket = self._waiting.pop(secret, None)
+                if ticket is not None:
+                    # Blocking from here on: whoever sends ends it by shutting it down.
+                    connection.settimeout(None)
+                    ticket.connection.set_result(connection)
+                    return
+            _log.warning("%s came to the bulk port without a valid ticket", peer)
+        except OSError as error:
+            _log.warning("%s did not show a ticket at the bulk port: %s", peer, error)
+        connection.close()
+
+
+def _read_secret(connection: socket.socket) -> bytes:
+    secret = b""
+    end_s = time.monotonic() + CONNECT_TIMEOUT_S
+    while len(secret) < TICKET_BYTES and time.monotonic() < end_s:
+        part = connection.recv(TICKET_BYTES - len(secret))
+        if not part:
+            break
+        secret += part
+    return secret

@@ -1,0 +1,48 @@
+"""One gRPC channel per peer, kept; and what fails in it as kvferry's errors."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from kvferry.proto.errors import UnavailableError
+from kvferry.proto.grpc_options import CHANNEL_OPTIONS
+from kvferry.worker.grpc_errors import error_of_call
+
+
+class Channels:
+    """Thread-safe. Make it after a fork, never before: gRPC does not survive one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._channels: dict[str, grpc.Channel] = {}
+
+    @contextmanager
+    def lend(self, address: str) -> Iterator[grpc.Channel]:
+        """Lend the peer's channel; failed calls come out as kvferry's errors."""
+        with self._lock:
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+                self._channels[address] = channel
+        try:
+            yield channel
+        except grpc.RpcError as failed:
+            error = error_of_call(failed, address)
+            if isinstance(error, UnavailableError):
+                self._forget(address, channel)
+            raise error from failed
+
+    def close(self) -> None:
+        """Close all channels; calls under way end with UnavailableError."""
+        with self._lock:
+            channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            channel.close()
+
+    def _forget(self, address: str, channel: grpc.Channel) -> None:
+        """Open a fresh channel for the next call; other calls under way keep the old one."""
+        with self._lock:
+            if self._channels.get(address) is channel:
+                del self._channels[address]

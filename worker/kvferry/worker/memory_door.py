@@ -1,0 +1,79 @@
+"""Where a worker hands its memory to other processes of the same user on the same host."""
+
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+from contextlib import suppress
+
+import msgpack
+
+from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.residency import Residency
+
+_log = logging.getLogger(__name__)
+
+SEND_TIMEOUT_S = 5.0
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+class MemoryDoor:
+    """Listens at an abstract unix socket, which has no file and ends with its process.
+
+    Whoever connects is sent one message, `incarnation` and `num_blocks` in msgpack, with two
+    descriptors: of the memory (the storages, each beginning on a page) and of the generations. Both
+    are sealed, so a peer cannot write.
+
+    Args:
+        memory, residency: with an arena each.
+        incarnation: this life of the worker.
+    """
+
+    def __init__(self, memory: KvMemory, residency: Residency, incarnation: int) -> None:
+        assert memory.arena is not None
+        assert residency.arena is not None
+        self._arenas = (memory.arena, residency.arena)
+        self._message = msgpack.packb({"incarnation": incarnation, "num_blocks": memory.num_blocks})
+        self.name = f"kvferry-{secrets.token_hex(16)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve, name="kvferry-door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hand out no more; what was handed out stays. Repeating is fine."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with connection:
+                self._hand_out(connection)
+
+    def _hand_out(self, connection: socket.socket) -> None:
+        connection.settimeout(SEND_TIMEOUT_S)
+        try:
+            pid, user = peer_process(connection)
+            if user != os.getuid():
+                _log.warning("process %d of user %d asked for this worker's memory", pid, user)
+                return
+            socket.send_fds(connection, [self._message], [arena.fd for arena in self._arenas])
+        except OSError as error:
+            _log.warning("memory could not be handed out: %s", error)
+
+
+def peer_process(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end, as the kernel knows them."""
+    size = _CREDENTIALS.size
+    pid, user, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
+    return pid, user

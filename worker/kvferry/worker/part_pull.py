@@ -1,0 +1,117 @@
+"""Pulling from one rank of another instance: a run of whole blocks, or one transfer of a plan."""
+
+from collections.abc import Callable
+
+from kvferry.proto.errors import KvferryError, NotFoundError
+from kvferry.proto.ids import GroupId
+from kvferry.worker.chunks import Chunks
+from kvferry.worker.destination import BlockDestination
+from kvferry.worker.fetch_terms import CancelledPullError, FetchTerms, Peer
+from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.pull import CANCELLED, BlockRun, PartOutcome, PartRun
+from kvferry.worker.reshard_io import destination_cells, require_cells
+from kvferry.worker.selection import selection_of
+from kvferry.worker.transfer_client import TransferClient
+from kvferry.worker.transfer_session import PullSession
+from kvferry.worker.transfer_wire import make_fetch_ask
+
+
+def pull_blocks(
+    client: TransferClient, peer: Peer, run: BlockRun, *, memory: KvMemory, terms: FetchTerms
+) -> PartOutcome:
+    """Fetch whole blocks from the same rank of another instance of the memory's layout.
+
+    Whatever goes wrong ends the pull early and is told in the outcome: a peer's failure or silence,
+    a cancel, the deadline, or that the peer holds only the beginning. For a run without hashes
+    nobody is called.
+
+    Raises:
+        BadInputError: a group that the memory does not have.
+    """
+    group = memory.group(run.group_id)
+    session = PullSession(len(run.hashes), group.geometry)
+    ask = make_fetch_ask(
+        peer.identity,
+        run.hashes,
+        group_id=run.group_id,
+        lease_id=terms.lease_id,
+        incarnation=peer.incarnation,
+        layout=peer.layout,
+        rank=peer.rank,
+    )
+
+    def fetch() -> None:
+        if run.hashes:
+            destination = BlockDestination(group, run.block_ids)
+            client.fetch(peer, ask, destination, session, terms)
+            _require_everything(session, run.group_id, peer)
+
+    error, error_type = _error_of(fetch)
+    return _outcome(session, session.num_complete, error, error_type)
+
+
+def pull_part(
+    client: TransferClient, peer: Peer, run: PartRun, *, memory: KvMemory, terms: FetchTerms
+) -> PartOutcome:
+    """Fetch one transfer of a plan; otherwise as `pull_blocks`.
+
+    Raises:
+        BadInputError: a transfer that does not fit the memory or the block table, begins before the
+            first hash, or is of a group that the memory does not have.
+    """
+    group, transfer = memory.group(run.group_id), run.transfer
+    cells = destination_cells(transfer, skipped_tokens=run.skipped_tokens)
+    require_cells(group, run.table, cells)
+    chunks = Chunks(group, run.table, cells)
+    session = PullSession(
+        chunks.num_chunks, chunks.geometry, last_page_bytes=chunks.last_page_bytes
+    )
+    ask = make_fetch_ask(
+        peer.identity,
+        run.hashes,
+        group_id=run.group_id,
+        lease_id=terms.lease_id,
+        incarnation=peer.incarnation,
+        selection=selection_of(transfer, skipped_tokens=run.skipped_source_tokens),
+        layout=peer.layout,
+        rank=peer.rank,
+    )
+
+    def fetch() -> None:
+        client.fetch(peer, ask, chunks, session, terms)
+        _require_everything(session, run.group_id, peer)
+
+    error, error_type = _error_of(fetch)
+    return _outcome(session, chunks.tokens_of(session.num_complete), error, error_type)
+
+
+def _outcome(
+    session: PullSession, num_in_place: int, error: str | None, error_type: str | None
+) -> PartOutcome:
+    return PartOutcome(
+        num_in_place=num_in_place,
+        num_bytes=session.num_bytes,
+        num_checksum_failures=session.num_checksum_failures,
+        error=error,
+        error_type=error_type,
+    )
+
+
+def _require_everything(session: PullSession, group_id: GroupId, peer: Peer) -> None:
+    if session.num_found < session.num_asked:
+        raise NotFoundError(
+            f"{peer.address} holds only the first blocks of group {group_id}",
+            given=session.num_found,
+            allowed=session.num_asked,
+        )
+
+
+def _error_of(fetch: Callable[[], None]) -> tuple[str | None, str | None]:
+    """Run a fetch and return the error and its class's name, of a peer's failure or a cancel."""
+    try:
+        fetch()
+    except CancelledPullError:
+        return "the pull was cancelled", CANCELLED
+    except KvferryError as failure:
+        return str(failure), type(failure).__name__
+    return None, None

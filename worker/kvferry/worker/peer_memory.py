@@ -1,0 +1,145 @@
+"""Another worker's memory on this host, mapped: its blocks are read without asking it."""
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import msgpack
+
+from kvferry.proto.errors import MismatchError, TransferError
+from kvferry.worker.arena import cut, map_arena, page_aligned
+from kvferry.worker.destination import Destination
+from kvferry.worker.device import open_device
+from kvferry.worker.fetch_terms import FetchTerms, Peer
+from kvferry.worker.frames import DEFAULT_FRAME_BYTES, SharedOffer
+from kvferry.worker.group_memory import GroupMemory, MemoryPlan
+from kvferry.worker.memory_door import peer_process
+from kvferry.worker.outgoing import OutgoingFrame, Served
+from kvferry.worker.residency import GENERATION_BYTES, Generations, Resident
+from kvferry.worker.served import ServedBlocks, ServedSelection
+from kvferry.worker.source import read_frames
+from kvferry.worker.transfer_session import PullSession
+from kvferry.worker.transfer_wire import FetchAsk
+
+ATTACH_TIMEOUT_S = 5.0
+MAX_MESSAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """What a worker of one life has handed out; stays readable after that worker's end."""
+
+    num_blocks: int
+    groups: tuple[GroupMemory, ...]
+    generations: Generations
+
+    def served(self, offer: SharedOffer, ask: FetchAsk) -> Served:
+        """Return what is offered, as the peer itself would serve it.
+
+        Raises:
+            TransferError: an offer of blocks that the memory does not have.
+        """
+        wrong = [block_id for block_id in offer.block_ids if not 0 < block_id < self.num_blocks]
+        if wrong or len(offer.block_ids) != len(offer.generations):
+            raise TransferError(
+                "an offer of blocks that are not there",
+                given=wrong or f"{len(offer.block_ids)} with {len(offer.generations)} generations",
+                allowed=f"1 to {self.num_blocks - 1}",
+            )
+        residents = [*map(Resident, offer.block_ids, offer.generations)]
+        group = self.groups[ask.group_id]
+        if ask.selection is None:
+            return ServedBlocks(group, self.generations, residents)
+        return ServedSelection(
+            group, self.generations, residents, ask.selection, num_asked=len(ask.hashes)
+        )
+
+
+def read_shared(served: Served, ask: FetchAsk) -> Iterator[OutgoingFrame]:
+    """Return the frames of what is served, as the peer would cut them; as `read_frames`."""
+    return read_frames(served, ask.hashes, ask.max_frame_bytes or DEFAULT_FRAME_BYTES)
+
+
+def copy_frames(
+    frames: Iterator[OutgoingFrame],
+    session: PullSession,
+    destination: Destination,
+    terms: FetchTerms,
+) -> None:
+    """Copy frames from where they lie to where they belong; what still holds then counts.
+
+    Raises:
+        NotFoundError: a block was handed out anew meanwhile.
+        DeadlineError, CancelledPullError: as `FetchTerms.require_s`.
+    """
+    for frame in frames:
+        terms.require_s()
+        views = destination.views(frame.segments)
+        if views is None or len(views) != len(frame.pieces):
+            destination.write(frame.segments, b"".join(frame.pieces))
+        else:
+            for view, piece in zip(views, frame.pieces, strict=True):
+                view[:] = piece
+        session.placed(frame.segments[: frame.settle()])
+
+
+def attach(name: str, peer: Peer) -> PeerMemory:
+    """Return the memory of the worker behind a `MemoryDoor`.
+
+    Args:
+        name: of its socket.
+        peer: whom it must be.
+
+    Raises:
+        MismatchError: the memory cannot be had, or is not what was expected.
+    """
+    with ExitStack() as received:
+        try:
+            with _connected(name) as connection:
+                message, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
+        except OSError as error:
+            raise MismatchError("the peer's memory cannot be had", given=str(error)) from error
+        for descriptor in descriptors:
+            received.callback(os.close, descriptor)
+        num_blocks = _num_blocks(message, descriptors, peer.incarnation)
+        plan = MemoryPlan(peer.identity, num_blocks=num_blocks, layout=peer.layout, rank=peer.rank)
+        memory = map_arena(descriptors[0], sum(map(page_aligned, plan.storage_sizes)))
+        generations = map_arena(descriptors[1], num_blocks * GENERATION_BYTES)
+    return PeerMemory(
+        num_blocks,
+        plan.groups(open_device("cpu"), cut(memory, plan.storage_sizes)),
+        Generations(generations[: num_blocks * GENERATION_BYTES]),
+    )
+
+
+@contextmanager
+def _connected(name: str) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(ATTACH_TIMEOUT_S)
+        connection.connect(f"\0{name}")
+        pid, user = peer_process(connection)
+        if user != os.getuid():
+            raise MismatchError(
+                "the peer's memory is offered by another user",
+                given=f"process {pid} of user {user}",
+                allowed=f"user {os.getuid()}",
+            )
+        yield connection
+
+
+def _num_blocks(message: bytes, descriptors: Sequence[int], incarnation: int) -> int:
+    try:
+        facts = msgpack.unpackb(message)
+        found: object = facts["incarnation"]
+        num_blocks: object = facts["num_blocks"]
+    except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
+        raise MismatchError("not the memory of a worker", given=f"{len(message)} bytes") from error
+    if found != incarnation or len(descriptors) != 2 or not isinstance(num_blocks, int):
+        raise MismatchError(
+            "the memory of another life, or not all of it",
+            given=f"incarnation {found}, {num_blocks} blocks, {len(descriptors)} descriptors",
+            allowed=f"incarnation {incarnation}, a number of blocks, 2 descriptors",
+        )
+    return num_blocks
