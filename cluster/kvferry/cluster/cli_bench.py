@@ -26,6 +26,8 @@ kvferry bench core --json > core.json                     one JSON object on std
 kvferry bench core --vllm-python vllm/bin/python          beside vLLM's own cache manager
 
 kvferry bench reshard                                     moving between layouts
+
+kvferry bench transfer                                    blocks from one process to another
 """
 
 app = typer.Typer(
@@ -68,6 +70,17 @@ def reshard(*, seconds: Seconds = 1.0, as_json: AsJson = False) -> int:
     from kvferry.cluster.bench.reshard import bench_reshard
 
     machine, rows = bench_reshard(seconds=seconds, progress=stderr_progress())
+    return _show(machine, rows, as_json=as_json)
+
+
+@app.command("transfer", epilog=EXAMPLES)
+def transfer(*, seconds: Seconds = 1.0, as_json: AsJson = False) -> int:
+    """Measure fetching blocks by hash from another process, by every path."""
+    _require_positive(seconds)
+    # Only now what imports torch, likewise.
+    from kvferry.cluster.bench.transfer import bench_transfer
+
+    machine, rows = bench_transfer(seconds=seconds, progress=stderr_progress())
     return _show(machine, rows, as_json=as_json)
 
 

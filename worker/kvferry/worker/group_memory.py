@@ -27,7 +27,9 @@ class GroupMemory:
     `sides[k][s]` are the device's bytes from where side s (0 keys, 1 values) of layer `layers[k]`
     begins to the end of its storage; the values of a head lie
     `strides.offset(block=..., token=..., head=...)` bytes into it. There are no gaps. `host_sides`
-    are the same where the device is host memory, None elsewhere.
+    are the same where the device is host memory, None elsewhere. `head_bytes` are those of one
+    head's keys (or values) of one token in one layer. `has_whole_halves`: a block's keys (or
+    values) of a layer lie side by side, in the order sent.
     """
 
     device: Device
@@ -38,19 +40,8 @@ class GroupMemory:
     sides: tuple[tuple[DeviceBytes, DeviceBytes], ...]
     host_sides: tuple[tuple[memoryview, memoryview], ...] | None
     strides: Strides
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of one head's keys (or values) of one token in one layer."""
-        return self.geometry.page_bytes // (2 * self.geometry.block_tokens * len(self.heads))
-
-    @property
-    def has_whole_halves(self) -> bool:
-        """Whether a block's keys (or values) of a layer lie side by side, in the order sent."""
-        return (self.strides.head_step, self.strides.token_step) == (
-            self.head_bytes,
-            self.head_bytes * len(self.heads),
-        )
+    head_bytes: int
+    has_whole_halves: bool
 
 
 class MemoryPlan:
@@ -75,7 +66,7 @@ class MemoryPlan:
             for group_id in range(len(identity.groups))
         ]
         num_heads = len(self.held[0].heads)
-        head_bytes = identity.head_size * self.kv_dtype.itemsize
+        self.head_bytes = head_bytes = identity.head_size * self.kv_dtype.itemsize
         self.geometries = [
             Geometry(
                 num_layers=len(share.layers),
@@ -103,6 +94,7 @@ class MemoryPlan:
     def groups(self, device: Device, storages: Sequence[DeviceBytes]) -> tuple[GroupMemory, ...]:
         """Return the groups' blocks in storages of the planned sizes."""
         sides = [self._sides(storages, room) for room in range(self.num_rooms)]
+        steps = (self.strides.head_step, self.strides.token_step)
         # A slice of a memoryview costs a third of one of an array.
         views = [
             (keys.data, values.data)
@@ -119,6 +111,8 @@ class MemoryPlan:
                 sides=tuple(sides[: geometry.num_layers]),
                 host_sides=tuple(views[: geometry.num_layers]) if views else None,
                 strides=self.strides,
+                head_bytes=self.head_bytes,
+                has_whole_halves=steps == (self.head_bytes, self.head_bytes * len(share.heads)),
             )
             for share, geometry in zip(self.held, self.geometries, strict=True)
         )
