@@ -19,12 +19,13 @@ from tests.tampering import as_received, as_sent, corrupted
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, GroupId, Incarnation, LeaseId
 from kvferry.proto.layout import Layout
+from kvferry.worker import bulk_sender
 from kvferry.worker.block_io import scatter
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Header, Place
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.outgoing import OutgoingFrame
-from kvferry.worker.paths import Path
+from kvferry.worker.paths import ALL_PATHS, Path
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_wire import FetchAsk
 
@@ -79,6 +80,10 @@ class PeerService(WorkerService):
 
     behaviour = "plain"
 
+    @property
+    def takes_grpc_only(self) -> bool:
+        return not self._paths
+
     def open_fetch(self, ask: FetchAsk) -> Iterator[Header | OutgoingFrame]:
         block_bytes = self.memory.groups[0].geometry.block_bytes
         asked = replace(ask, max_frame_bytes=min(block_bytes, 1 << 20))
@@ -121,7 +126,8 @@ class FirstBlocks:
 def open_worker(settings: dict[str, Any]) -> PeerService:
     behaviour = settings.pop("behaviour", "plain")
     empty = settings.pop("empty", False)
-    worker = new_worker(**settings)
+    # The one that pulls chooses.
+    worker = new_worker(**settings, paths=ALL_PATHS)
     worker.behaviour = behaviour
     if empty:
         worker.reserver = FirstBlocks()
@@ -131,6 +137,7 @@ def open_worker(settings: dict[str, Any]) -> PeerService:
 
 
 def main() -> None:
+    bulk_sender.MIN_BULK_BYTES = 1
     workers: dict[str, PeerService] = {}
     for line in sys.stdin:
         command, rest = line.split(maxsplit=1)

@@ -79,6 +79,7 @@ class BulkListener:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
+        self._thread.join(CONNECT_TIMEOUT_S)
         self._greeters.shutdown(wait=False, cancel_futures=True)
 
     def _accept(self) -> None:

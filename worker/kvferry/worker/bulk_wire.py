@@ -9,10 +9,9 @@ whether they were what they should be; a frame that does not count may come agai
 
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from ssl import SSLSocket
 
-import xxhash
 from google.protobuf.message import DecodeError
 
 from kvferry.proto.errors import TransferError, UnavailableError
@@ -24,8 +23,6 @@ from kvferry.worker.transfer_session import PullSession
 
 TICKET_BYTES = 16
 MAX_ENVELOPE_BYTES = 4 << 20
-# Bytes go through the checksum while they are still in the processor's cache.
-WINDOW_BYTES = 256 << 10
 # Linux takes so many pieces in one call.
 MAX_PIECES = 1024
 
@@ -42,15 +39,11 @@ def send_frame(connection: socket.socket, frame: OutgoingFrame) -> None:
     while True:
         envelope = encode_envelope(frame.segments)
         prefix = _PREFIX.pack(len(envelope), sum(map(len, frame.pieces)))
-        connection.sendall(prefix + envelope)
-        digest = xxhash.xxh3_64()
-        for window in _windows(frame.pieces):
-            for piece in window:
-                digest.update(piece)
-            _send_pieces(connection, window)
+        checksum = frame.checksum
+        _send_pieces(connection, [memoryview(prefix + envelope), *frame.pieces])
         kept = frame.settle()
         counts = kept == len(frame.segments)
-        connection.sendall(_TRAILER.pack(digest.intdigest(), counts))
+        connection.sendall(_TRAILER.pack(checksum, counts))
         if counts or not kept:
             return
         frame = frame.first(kept)
@@ -85,15 +78,10 @@ def receive_frames(
         if views is None and len(spare) < payload_bytes:
             spare = bytearray(payload_bytes)
         pieces = [memoryview(spare)[:payload_bytes]] if views is None else views
-        digest = xxhash.xxh3_64()
-        for window in _windows(pieces):
-            _read_pieces(connection, window)
-            for piece in window:
-                digest.update(piece)
-        _read_pieces(connection, [trailer])
+        _read_pieces(connection, [*pieces, trailer])
         checksum, counts = _TRAILER.unpack(trailer)
         if counts:
-            session.verify(digest.intdigest(), checksum)
+            session.verify(pieces, checksum)
             if views is None:
                 destination.write(segments, pieces[0])
             session.placed(segments)
@@ -121,19 +109,6 @@ def _read_head(connection: socket.socket) -> tuple[tuple[Segment, ...], int]:
     if not segments:
         raise TransferError("a frame without segments")
     return segments, payload_bytes
-
-
-def _windows(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Yield consecutive pieces, about `WINDOW_BYTES` at a time."""
-    window: list[memoryview] = []
-    num_bytes = 0
-    for piece in pieces:
-        if window and num_bytes + len(piece) > WINDOW_BYTES:
-            yield window
-            window, num_bytes = [], 0
-        window.append(piece)
-        num_bytes += len(piece)
-    yield window
 
 
 def _send_pieces(connection: socket.socket, pieces: list[memoryview]) -> None:

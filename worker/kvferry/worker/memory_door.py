@@ -48,6 +48,7 @@ class MemoryDoor:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
+        self._thread.join(SEND_TIMEOUT_S)
 
     def _serve(self) -> None:
         while True:

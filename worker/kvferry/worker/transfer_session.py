@@ -77,16 +77,16 @@ class PullSession:
         """
         if self._num_found is None:
             raise TransferError("a frame before the header")
-        self.verify(checksum_of([frame.payload]), frame.checksum)
+        self.verify([frame.payload], frame.checksum)
         self.admit_segments(frame.segments, len(frame.payload))
 
-    def verify(self, found: int, checksum: int) -> None:
-        """Check the checksum that was found of a frame's bytes.
+    def verify(self, pieces: Iterable[bytes | memoryview], checksum: int) -> None:
+        """Check the bytes of a frame.
 
         Raises:
-            TransferError: it is another one than the sender's.
+            TransferError: they have another checksum.
         """
-        if found != checksum:
+        if checksum_of(pieces) != checksum:
             self.num_checksum_failures += 1
             raise TransferError("a frame's checksum is wrong")
 
