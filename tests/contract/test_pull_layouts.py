@@ -43,7 +43,7 @@ def pull_everything(exchange: Exchange) -> None:
     assert merged.num_bytes == exchange.plan.num_bytes
     # What is copied by its receiver is served by nobody.
     served = 0 if "shm" in exchange.paths and arenas_work() else merged.num_bytes
-    assert sum(one.stats().num_bytes_served for one in exchange.senders) == served
+    assert sum(one.stats().of("served").num_bytes for one in exchange.senders) == served
     for rank in range(exchange.destination.num_ranks):
         exchange.assert_holds(rank, exchange.num_blocks)
 
@@ -98,7 +98,8 @@ def test_with_one_layout_every_rank_takes_whole_blocks_from_the_one_of_its_numbe
 ) -> None:
     with exchanging(layout, layout, first_block=2, num_blocks=5) as exchange:
         pull_everything(exchange)
-        assert [one.stats().num_fetches for one in exchange.senders] == [1] * layout.num_ranks
+        fetches = [one.stats().of("served").num_started for one in exchange.senders]
+        assert fetches == [1] * layout.num_ranks
 
 
 def test_a_source_of_another_memory_order_sends_whole_blocks_too() -> None:
@@ -222,7 +223,7 @@ def test_after_a_transfer_that_failed_nobody_else_is_called() -> None:
     with exchanging(DEALT, ONE, num_blocks=5) as exchange:
         exchange.senders[0].stop()
         assert exchange.pull(0).num_blocks_of_run == (0,)
-        assert exchange.senders[1].stats().num_fetches == 0
+        assert exchange.senders[1].stats().of("served").num_started == 0
         exchange.assert_holds(0, 0)
 
 
@@ -249,7 +250,7 @@ def test_a_block_that_leaves_its_place_at_one_rank_ends_the_prefix_of_whole_bloc
         outcome = exchange.pull(0)
         assert outcome.num_blocks_of_run == (num_blocks,)
         # The other rank is asked all the same, before or after.
-        assert [one.stats().num_fetches for one in exchange.senders] == [1, 1]
+        assert [one.stats().of("served").num_started for one in exchange.senders] == [1, 1]
         assert (outcome.error_type, outcome.num_checksum_failures) == ("NotFoundError", 0)
         exchange.assert_holds(0, num_blocks, only=False)
 
@@ -291,7 +292,7 @@ def test_a_load_that_fails_ends_the_pull_and_those_before_it_are_whole() -> None
         # Blocks 0 and 1 of 16 tokens need source blocks 0 to 3 of 8, block 2 needs 4 and 5.
         outcome = exchange.pull(0, [exchange.load(*ends) for ends in ((0, 2), (2, 3), (3, 5))])
         assert (outcome.num_blocks_of_run, outcome.error_type) == ((2, 0, 0), "NotFoundError")
-        assert [one.stats().num_fetches for one in exchange.senders] == [2, 2]
+        assert [one.stats().of("served").num_started for one in exchange.senders] == [2, 2]
         exchange.assert_holds(0, 2, only=False)
 
 
@@ -318,7 +319,7 @@ def test_a_pull_that_is_cancelled_before_it_begins_calls_nobody() -> None:
     with exchanging(DEALT, ONE, num_blocks=5) as exchange:
         outcome = exchange.pull(0, cancel=cancel)
         assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), CANCELLED)
-        assert [one.stats().num_fetches for one in exchange.senders] == [0, 0]
+        assert [one.stats().of("served").num_started for one in exchange.senders] == [0, 0]
         exchange.assert_holds(0, 0)
 
 

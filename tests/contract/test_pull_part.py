@@ -217,7 +217,7 @@ def test_a_cancelled_pull_calls_nobody() -> None:
     with moving(ONE, OTHER) as move:
         outcome = move.pull(0, cancel)
         assert (outcome.num_in_place, outcome.error_type) == (0, "Cancelled")
-        assert move.senders[0].stats().num_fetches == 0
+        assert move.senders[0].stats().of("served").num_started == 0
 
 
 @pytest.mark.parametrize(
@@ -250,4 +250,4 @@ def test_destination_blocks_that_cannot_be_written_are_refused_before_anybody_is
         move.tables[1][3] = 0
         with pytest.raises(BadInputError, match="no such blocks here; given: 0 to"):
             move.pull(0)
-        assert move.senders[0].stats().num_fetches == 0
+        assert move.senders[0].stats().of("served").num_started == 0

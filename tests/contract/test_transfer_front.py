@@ -110,6 +110,6 @@ def test_a_store_instance_starts_serves_and_stops() -> None:
         assert started.pid == os.getpid()
         outcome = pull_one(worker, started.address, 4)
         assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), "NotFoundError")
-        assert actor.stats().num_fetches == 1
+        assert actor.stats().of("served").num_started == 1
         actor.stop()
         assert pull_one(worker, started.address, 4).error_type == "UnavailableError"

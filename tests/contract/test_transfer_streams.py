@@ -117,7 +117,7 @@ def idle(until: threading.Event) -> Iterator[bytes]:
 def test_transfers_over_the_limit_are_refused_at_once_and_the_rest_goes_on() -> None:
     with front(stall_s=60.0) as here:
         unread = [here.fetch() for _ in range(MAX_TRANSFERS)]
-        wait_until(lambda: here.worker.stats().num_fetches == MAX_TRANSFERS, 10.0)
+        wait_until(lambda: here.worker.stats().of("served").num_started == MAX_TRANSFERS, 10.0)
 
         started = time.monotonic()
         for _ in range(10):
@@ -149,7 +149,7 @@ def error_free(call: Callable[[], object]) -> bool:
 def test_readers_that_do_not_read_give_their_places_back() -> None:
     with front(stall_s=0.5) as here:
         unread = [here.fetch() for _ in range(MAX_TRANSFERS)]
-        wait_until(lambda: here.worker.stats().num_fetches == MAX_TRANSFERS, 10.0)
+        wait_until(lambda: here.worker.stats().of("served").num_started == MAX_TRANSFERS, 10.0)
         wait_until(lambda: error_free(here.fetch_one_block), 10.0)
         # The first to be ended made room; the last follows soon.
         time.sleep(1.0)

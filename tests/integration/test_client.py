@@ -115,7 +115,7 @@ def test_held_blocks_are_not_sent_again(service: ClientService, cache: ModelCach
     block_bytes = 2 * BLOCK_TOKENS * 3 * 8 * 4 * 2
 
     def num_bytes_stored() -> int:
-        return service.workers["store-0"].stats().num_bytes_stored
+        return service.workers["store-0"].stats().of("stored").num_bytes
 
     assert cache.store(range(8), layers) == 8
     assert num_bytes_stored() == 2 * block_bytes
@@ -169,8 +169,8 @@ def test_stores_are_preferred_and_other_instances_refuse(
 
     cache.store(range(8), random_layers(8))
     assert cache.lookup(range(8)).source is not None
-    assert service.workers["store-0"].stats().num_stores == 1
-    assert service.workers["decode-0"].stats().num_stores == 0
+    assert service.workers["store-0"].stats().of("stored").num_started == 1
+    assert service.workers["decode-0"].stats().of("stored").num_started == 0
     with pytest.raises(MismatchError, match="takes no stores"):
         cache.store(range(8), random_layers(8), instance_id="decode-0")
     with pytest.raises(NotFoundError, match=r"given: nobody; allowed: \['store-0', 'decode-0'\]"):
@@ -234,7 +234,7 @@ def test_tensors_that_cannot_be_written_to_are_refused_before_anything_is_asked(
         cache.fetch(range(8), into=None)  # type: ignore[arg-type]
     with pytest.raises(BadInputError, match="not an identity; given: None"):
         ferry.model(None)  # type: ignore[arg-type]
-    assert service.workers["store-0"].stats().num_fetches == 0
+    assert service.workers["store-0"].stats().of("served").num_started == 0
 
 
 def test_time_that_runs_out_inside_a_call_is_a_deadline(cache: ModelCache) -> None:

@@ -42,7 +42,7 @@ def cache(ferry: Ferry) -> ModelCache:
 
 
 def num_bytes_stored(service: ClientService) -> int:
-    return service.workers["store-0"].stats().num_bytes_stored
+    return service.workers["store-0"].stats().of("stored").num_bytes
 
 
 def random_layers(num_tokens: int) -> list[torch.Tensor]:
@@ -156,6 +156,6 @@ def test_recurrent_states_are_refused_before_anybody_is_asked(
         with pytest.raises(ConfigError, match="states of group 1; given: mamba"):
             call(range(16), random_layers(16))
     stats = service.workers["store-0"].stats()
-    assert (stats.num_stores, stats.num_fetches) == (0, 0)
+    assert (stats.of("stored").num_started, stats.of("served").num_started) == (0, 0)
     (held,) = ferry.describe().instances
     assert (held.num_used_blocks, held.num_cached_blocks) == (0, 0)

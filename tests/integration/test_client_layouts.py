@@ -61,7 +61,7 @@ def test_a_prefix_is_fetched_whatever_the_layout_that_holds_it(
     service.actors[0].stop()
     service.coordinator.call(remove("d0", service))
     serve_on("d1")
-    assert own.stats().num_pulls == 0
+    assert own.stats().of("pulled").num_started == 0
     _, wanted = fetched(service, tokens)
     for got, right in zip(found, wanted, strict=True):
         torch.testing.assert_close(got[:, :held], right[:, :held], atol=1e-5, rtol=1e-5)

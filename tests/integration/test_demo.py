@@ -127,10 +127,14 @@ def start_demo(tiny_model: Path) -> Any:
 def test_every_output_is_equal_every_token_accounted_for_and_nothing_is_left(
     start_demo: StartDemo,
 ) -> None:
-    demo = start_demo("--max-tokens", "8")
+    demo = start_demo("--max-tokens", "8", "--metrics-port", "0")
     demo.pid_of("decode-1")
+    told = re.search(r"metrics at http://(\S+)/metrics", demo.wait_for(lambda t: "metrics" in t))
     code, result = demo.end()
     assert code == 0, "".join(demo.lines)
+    assert told is not None
+    assert result["metrics_address"] == told.group(1)
+    assert all(i["ranks"][0]["metrics_address"] for i in result["instances"])
     summary, requests = result["summary"], result["requests"]
     assert (summary["equal"], summary["total"], summary["near_ties"]) == (8, 8, 0)
     assert {r["session"] for r in requests} == {0, 1, 2}

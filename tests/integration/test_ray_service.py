@@ -1,10 +1,13 @@
 """`RayService` on a real Ray cluster: placement, names, seeds, refusals, deaths, what is left."""
 
 import asyncio
+import json
 import os
 import random
+import re
 import signal
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
@@ -70,6 +73,7 @@ def config(tiny_model: Path) -> ServiceConfig:
         decode_layout=Layout(block_tokens=BLOCK_TOKENS),
         kv_events=KvEventsConfig(),
         sample_block_every=1,
+        metrics_port=0,
     )
 
 
@@ -189,6 +193,31 @@ def test_what_instances_hold_and_did_is_read_through_the_client(service: RayServ
     assert decode.first.remote_hit >= 32
     assert decode.first.requests * 40 == decode.first.requested
     assert decode.residency is not None
+
+
+def scrape(address: str, path: str = "/metrics") -> str:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as response:
+        text: str = response.read().decode()
+    return text
+
+
+def test_metrics_of_all_processes_are_found_through_the_coordinators(service: RayService) -> None:
+    require_serves(service, "counted")
+    targets = json.loads(scrape(service.metrics_address, "/targets"))
+    (coordinator, *ranks) = [(one["labels"], *one["targets"]) for one in targets]
+    assert coordinator == ({"component": "coordinator"}, service.metrics_address)
+    of_instance = {labels["instance_id"]: scrape(address) for labels, address in ranks}
+    assert set(of_instance) == set(SERVED_ON)
+    assert 'kvferry_block_lifetime_seconds_count{instance_id="decode-0",role="decode"}' in scrape(
+        service.metrics_address
+    )
+    ended = r'kvferry_transfers_total{direction="%s",path="shm"} (.*)'
+    found = [
+        re.search(ended % direction, of_instance[instance_id])
+        for instance_id, direction in (("prefill-0", "served"), ("decode-0", "pulled"))
+    ]
+    served, pulled = (float(match.group(1)) for match in found if match)
+    assert min(served, pulled) > 0
 
 
 # -- B57: what cannot be placed -------------------------------------------------------------------

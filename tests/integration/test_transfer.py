@@ -113,7 +113,8 @@ def test_all_blocks_arrive_with_equal_bytes_and_are_served_on(plain: str, paths:
         assert_exactly_in_place(worker, 8)
         assert pull(third, worker.serve(), incarnation=50).num_blocks_of_run == (8,)
         assert_exactly_in_place(third, 8)
-        assert (worker.stats().num_bytes_pulled, worker.stats().num_bytes_served) == (16384, 16384)
+        assert worker.stats().of("pulled").num_bytes == 16384
+        assert worker.stats().of("served").num_bytes == 16384
 
 
 def test_what_a_destination_held_is_forgotten_even_when_nothing_arrives(plain: str) -> None:
@@ -148,7 +149,7 @@ def test_a_corrupt_frame_leaves_only_the_verified_prefix(host: Host, paths: Path
         assert outcome.error == "a frame's checksum is wrong"
         assert_exactly_in_place(worker, 2)
         assert worker.stats().num_checksum_failures == 1
-        assert worker.stats().errors == {"TransferError": 1}
+        assert worker.stats().of("pulled").failures == {"TransferError": 1}
 
 
 @by_every_path

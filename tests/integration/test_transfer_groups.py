@@ -145,7 +145,7 @@ def test_a_missing_block_of_the_first_group_ends_the_pull(here: WorkerService) -
         outcome = pull(here, address)
         assert (outcome.num_blocks_of_run, outcome.error_type) == ((1, 0), "NotFoundError")
         assert_exactly_in_place(here, (1, 0))
-        assert worker.stats().num_fetches == 1
+        assert worker.stats().of("served").num_started == 1
         assert pull(here, address, RUNS[1:]).num_blocks_of_run == (2,)
     assert_exactly_in_place(here, (1, 2))
 

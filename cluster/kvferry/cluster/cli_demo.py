@@ -91,6 +91,13 @@ HashSeed = Annotated[
 Address = Annotated[str, typer.Option(help="Ray cluster: local (start one), auto, or host:port.")]
 Bind = Annotated[str, typer.Option(help="Host that the gRPC servers listen on.")]
 Port = Annotated[int, typer.Option(help="Port of the control front; 0 takes a free one.")]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        help="Serve Prometheus metrics: the coordinator's, which list those of all ranks, on this "
+        "port (0 takes a free one)."
+    ),
+]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Allow a bind beyond loopback without credentials.")
 ]
@@ -117,6 +124,7 @@ def demo(
     address: Address = "local",
     bind: Bind = "127.0.0.1",
     port: Port = 0,
+    metrics_port: MetricsPort = None,
     insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> int:
@@ -139,6 +147,7 @@ def demo(
         ray_address=address,
         bind=bind,
         port=port,
+        metrics_port=metrics_port,
         insecure=insecure,
     )
     if requests < 1:

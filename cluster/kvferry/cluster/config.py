@@ -131,6 +131,10 @@ class ServiceConfig:
     port: int = 0
     """Port of the control front; 0 takes a free one. Transfer servers always take free ones."""
 
+    metrics_port: int | None = None
+    """Port of the coordinator's metrics, 0 for a free one; those of ranks always take free ones.
+    None serves no metrics."""
+
     insecure: bool = False
     """Allow a bind beyond loopback without credentials."""
 
@@ -161,8 +165,10 @@ class ServiceConfig:
             )
         if self.max_model_len is not None and self.max_model_len != "auto":
             _at_least(self, 1, "max_model_len")
-        if not 0 <= self.port <= MAX_PORT:
-            raise ConfigError("port out of range", given=self.port, allowed=f"0 to {MAX_PORT}")
+        for name in ("port", "metrics_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port <= MAX_PORT:
+                raise ConfigError(f"{name} out of range", given=port, allowed=f"0 to {MAX_PORT}")
         for name in ("start_timeout_s", "rank_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(

@@ -10,6 +10,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from kvferry.cluster import ray_cluster
+from kvferry.cluster.metrics.coordinator_front import coordinator_front
+from kvferry.cluster.metrics.metrics_server import MetricsServer
 from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
 from kvferry.coordinator.actor import CoordinatorActor, StartFront, StartOutlet
 from kvferry.proto.bind import reachable_address
@@ -77,6 +79,8 @@ def _reason(error: RayActorError) -> str:
 class RayCoordinatorActor(CoordinatorActor):
     """The coordinator as Ray runs it: what is due in a process of its own."""
 
+    _metrics: MetricsServer | None = None
+
     def start(self, front: StartFront | None = None, outlet: StartOutlet | None = None) -> Epoch:
         """Begin to answer; see `CoordinatorActor.start`."""
         epoch = super().start(front, outlet)
@@ -91,6 +95,21 @@ class RayCoordinatorActor(CoordinatorActor):
         """Return where the engines of all nodes reach the front; None without one."""
         address = self.front_address()
         return None if address is None else reachable_address(address, ray_cluster.node_host)
+
+    def serve_metrics(self, *, bind: str, port: int, insecure: bool) -> str:
+        """Serve metrics until `stop`, and return where all nodes reach them.
+
+        Raises:
+            InsecureBindError, PortTakenError, ConfigError: as `MetricsServer`.
+        """
+        self._metrics = coordinator_front(self.call, bind=bind, port=port, insecure=insecure)
+        return reachable_address(self._metrics.address, ray_cluster.node_host)
+
+    def stop(self) -> None:
+        """Stop everything; see `CoordinatorActor.stop`."""
+        super().stop()
+        if self._metrics is not None:
+            self._metrics.stop()
 
 
 class RayAsyncCoordinator:

@@ -79,6 +79,7 @@ class RayService:
         )
         self.instances: tuple[Launched, ...] = ()
         self.control_address = ""
+        self.metrics_address = ""
         self._coordinator: ActorHandle[Any] | None = None
         self._ranks: dict[InstanceId, ActorHandle[Any]] = {}
         self._groups: list[PlacementGroup] = []
@@ -167,6 +168,13 @@ class RayService:
         self.control_address = get(
             address, timeout_s=COORDINATOR_START_TIMEOUT_S, who="the coordinator"
         )
+        if config.metrics_port is not None:
+            serving: Any = self._coordinator.serve_metrics.remote(
+                bind=config.bind, port=config.metrics_port, insecure=config.insecure
+            )
+            self.metrics_address = get(
+                serving, timeout_s=COORDINATOR_START_TIMEOUT_S, who="the coordinator"
+            )
 
     def _outlet(self) -> Callable[[], KvEventsOutlet] | None:
         events = self.config.kv_events
@@ -226,6 +234,7 @@ class RayService:
             key_format=config.key_format,
             bind=config.bind,
             insecure=config.insecure,
+            serves_metrics=config.metrics_port is not None,
             rank_timeout_s=config.rank_timeout_s,
         )
 
@@ -278,6 +287,7 @@ def running_service(
     local = config.ray_address == "local"
     if local:
         require_free(config.bind, config.port)
+        require_free(config.bind, config.metrics_port or 0)
     progress("starting a local Ray cluster" if local else f"joining Ray at {config.ray_address}")
     with (
         ray_cluster.connected(

@@ -35,6 +35,10 @@ class BlockHashes:
         """Count distinct hashes over all groups."""
         return sum(len(index) for index in self._indexes.values())
 
+    def num_blocks(self) -> int:
+        """Return how many blocks carry a hash; one that carries several counts as often."""
+        return sum(index.num_blocks() for index in self._indexes.values())
+
     def find(self, block_hash: BlockHash, group_id: GroupId) -> BlockId | None:
         """Return the oldest block of a hash in a group, or None."""
         index = self._indexes.get(group_id)

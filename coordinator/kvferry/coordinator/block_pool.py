@@ -83,6 +83,11 @@ class BlockPool:
         return len(self._hashes)
 
     @property
+    def num_cached_blocks(self) -> int:
+        """Blocks in the index, copies included; one under several keys counts as often."""
+        return self._hashes.num_blocks()
+
+    @property
     def usage(self) -> float:
         """Referenced share of the usable blocks, 0 to 1."""
         usable = self.num_blocks - 1

@@ -27,6 +27,10 @@ class HashIndex:
     def __len__(self) -> int:
         return len(self._oldest)
 
+    def num_blocks(self) -> int:
+        """Return how many blocks hold a hash."""
+        return len(self._oldest) + sum(map(len, self._copies.values()))
+
     def items(self) -> Iterator[tuple[BlockHash, tuple[BlockId, ...]]]:
         """Yield every hash with its blocks, oldest first."""
         for block_hash, block in self._oldest.items():

@@ -65,6 +65,8 @@ def _check_index(instance: Instance) -> None:
         if (key := pool.key_of(BlockId(block))) is not None
     }
     _require_equal(f"{name}: indexed blocks and blocks with a hash", indexed, carried)
+    num_entries = sum(len(blocks) for _, blocks in pool.index_items())
+    _require_equal(f"{name}: number of cached blocks", pool.num_cached_blocks, num_entries)
 
 
 def _check_owners(state: ServiceState, instance: Instance) -> None:

@@ -74,7 +74,8 @@ def _require_sizes(info: InstanceInfo, who: str) -> None:
 
 
 def _require_ranks_told(info: InstanceInfo, who: str) -> None:
-    for name in ("rank_addresses", "rank_pids"):
+    optional = ("rank_metrics",) if info.rank_metrics else ()
+    for name in ("rank_addresses", "rank_pids", *optional):
         if len(getattr(info, name)) != info.layout.num_ranks:
             raise ConfigError(
                 f"{who}: {name} must tell of every rank of the layout",

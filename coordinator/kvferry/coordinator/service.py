@@ -9,6 +9,7 @@ from kvferry.coordinator import invariants
 from kvferry.coordinator.block_sampling import BlockSampler, require_sample_every
 from kvferry.coordinator.event_snapshot import snapshot_events
 from kvferry.coordinator.handoff import Handoff, HandoffEvent
+from kvferry.coordinator.held import held_of
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.leases import Lease, require_ttl
 from kvferry.coordinator.pool_events import Cleared, PoolEvent
@@ -345,23 +346,23 @@ class CoordinatorService:
         return Description(
             epoch=self.epoch,
             scheme=self.scheme,
-            instances=tuple(_status(instance) for instance in self.state.instances.values()),
+            instances=tuple(self._status(instance) for instance in self.state.instances.values()),
             num_leases=len(self.state.leases),
             num_handoffs=len(self.state.handoffs),
             counters=dict(self.state.counters),
         )
 
-
-def _status(instance: Instance) -> InstanceStatus:
-    pool = instance.manager.pool
-    return InstanceStatus(
-        info=instance.info,
-        num_used_blocks=pool.num_used_blocks,
-        num_free_blocks=pool.num_free_blocks,
-        num_cached_blocks=sum(len(blocks) for _, blocks in pool.index_items()),
-        num_requests=instance.num_requests,
-        stats=instance.stats(),
-    )
+    def _status(self, instance: Instance) -> InstanceStatus:
+        pool = instance.manager.pool
+        return InstanceStatus(
+            info=instance.info,
+            num_used_blocks=pool.num_used_blocks,
+            num_free_blocks=pool.num_free_blocks,
+            num_cached_blocks=pool.num_cached_blocks,
+            num_requests=instance.num_requests,
+            stats=instance.stats(),
+            held=held_of(instance, self.state.leases),
+        )
 
 
 def _call_id(command: Command) -> tuple[type, str] | None:

@@ -36,7 +36,7 @@ from kvferry.proto.messages import (
     Role,
 )
 from kvferry.proto.scheme import Algorithm, HashScheme, KeyFormat
-from kvferry.proto.stats_codec import stats_from_pb, stats_to_pb
+from kvferry.proto.stats_codec import held_from_pb, held_to_pb, stats_from_pb, stats_to_pb
 from kvferry.proto.step_messages import Source
 from kvferry.proto.v1 import control_pb2 as pb
 
@@ -340,12 +340,14 @@ def _instance_to_pb(status: InstanceStatus) -> pb.Instance:
         max_model_len_tokens=info.max_model_len,
         max_in_flight_tokens=info.max_in_flight_tokens,
         rank_pids=info.rank_pids,
+        rank_metrics=info.rank_metrics,
         version=info.version,
         num_used_blocks=status.num_used_blocks,
         num_free_blocks=status.num_free_blocks,
         num_cached_blocks=status.num_cached_blocks,
         num_requests=status.num_requests,
         stats=stats_to_pb(status.stats),
+        held=held_to_pb(status.held),
         kv_events=None if status.kv_events is None else _place_to_pb(status.kv_events),
     )
 
@@ -364,6 +366,7 @@ def _instance_from_pb(message: pb.Instance) -> InstanceStatus:
         max_model_len=message.max_model_len_tokens,
         max_in_flight_tokens=message.max_in_flight_tokens,
         rank_pids=tuple(message.rank_pids),
+        rank_metrics=tuple(message.rank_metrics),
         version=message.version,
     )
     return InstanceStatus(
@@ -373,6 +376,7 @@ def _instance_from_pb(message: pb.Instance) -> InstanceStatus:
         num_cached_blocks=message.num_cached_blocks,
         num_requests=message.num_requests,
         stats=stats_from_pb(message.stats),
+        held=held_from_pb(message.held),
         kv_events=_place_from_pb(message.kv_events) if message.HasField("kv_events") else None,
     )
 

@@ -1,4 +1,4 @@
-"""What one instance has done with its cache since it registered.
+"""What one instance has done with its cache since it registered, and what it holds for others.
 
 A request counts when it is admitted. One that does not fit and asks again every step has therefore
 counted once, and one that lost its blocks (it was preempted, or a load failed) counts apart when it
@@ -66,6 +66,25 @@ class Residency:
     lifetime: Histogram
     idle: Histogram
     reuse_gap: Histogram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What keeps blocks of an instance in place now, beside its running requests.
+
+    `leases` keep `leased_blocks`, each counted once, for whoever reads them. `reservations` have
+    `reserved_blocks` that clients are writing, `loads` have `loading_blocks` that peers' blocks are
+    being pulled into; none of these can be found. Of the latter `quarantined_blocks` are of loads
+    that were given up: nobody gets them before their writer is closed.
+    """
+
+    leases: int = 0
+    leased_blocks: int = 0
+    reservations: int = 0
+    reserved_blocks: int = 0
+    loads: int = 0
+    loading_blocks: int = 0
+    quarantined_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

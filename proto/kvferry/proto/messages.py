@@ -25,7 +25,7 @@ from kvferry.proto.ids import (
     LeaseId,
     RequestId,
 )
-from kvferry.proto.instance_stats import InstanceStats
+from kvferry.proto.instance_stats import Held, InstanceStats
 from kvferry.proto.layout import Layout
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import Source, Step, StepReply
@@ -38,8 +38,9 @@ class InstanceInfo:
     """One instance as it introduces itself.
 
     `num_blocks` includes the null block. `rank_addresses` are `host:port` of the transfer servers
-    of its ranks, rank 0 first, `rank_pids` their processes. A virtual block of `layout` is a
-    multiple of a hash block of `scheme`. `max_model_len` is in tokens, 0 for a store.
+    of its ranks, rank 0 first, `rank_pids` their processes; `rank_metrics` are `host:port` of their
+    metrics, empty where they serve none. A virtual block of `layout` is a multiple of a hash block
+    of `scheme`. `max_model_len` is in tokens, 0 for a store.
     `max_in_flight_tokens`: most tokens of one request that are computed in one step; it bounds the
     blocks that a group with a window holds (0: not told).
     """
@@ -55,6 +56,7 @@ class InstanceInfo:
     max_model_len: int
     max_in_flight_tokens: int = 0
     rank_pids: tuple[int, ...]
+    rank_metrics: tuple[str, ...] = ()
     version: str
 
     @property
@@ -260,6 +262,7 @@ class InstanceStatus:
     num_cached_blocks: int
     num_requests: int
     stats: InstanceStats
+    held: Held
     kv_events: KvEventsPlace | None = None
 
 

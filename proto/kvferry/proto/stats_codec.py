@@ -1,6 +1,6 @@
 """Translates an instance's statistics to the protobuf messages of `v1/control.proto` and back."""
 
-from kvferry.proto.instance_stats import Histogram, InstanceStats, Residency, TokenCounts
+from kvferry.proto.instance_stats import Held, Histogram, InstanceStats, Residency, TokenCounts
 from kvferry.proto.v1 import control_pb2 as pb
 
 
@@ -20,6 +20,32 @@ def stats_from_pb(message: pb.Stats) -> InstanceStats:
         first=_counts_from_pb(message.first),
         preempted=_counts_from_pb(message.preempted),
         residency=_residency_from_pb(message.residency) if has_residency else None,
+    )
+
+
+def held_to_pb(held: Held) -> pb.Held:
+    """Translate what an instance holds."""
+    return pb.Held(
+        leases=held.leases,
+        leased_blocks=held.leased_blocks,
+        reservations=held.reservations,
+        reserved_blocks=held.reserved_blocks,
+        loads=held.loads,
+        loading_blocks=held.loading_blocks,
+        quarantined_blocks=held.quarantined_blocks,
+    )
+
+
+def held_from_pb(message: pb.Held) -> Held:
+    """Translate what an instance holds back."""
+    return Held(
+        leases=message.leases,
+        leased_blocks=message.leased_blocks,
+        reservations=message.reservations,
+        reserved_blocks=message.reserved_blocks,
+        loads=message.loads,
+        loading_blocks=message.loading_blocks,
+        quarantined_blocks=message.quarantined_blocks,
     )
 
 

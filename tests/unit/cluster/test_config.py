@@ -36,10 +36,12 @@ def test_a_length_may_be_left_to_the_pool_or_to_the_model(unbounded: Any) -> Non
     assert replace(CONFIG, max_model_len=unbounded).max_model_len == unbounded
 
 
+@pytest.mark.parametrize("name", ["port", "metrics_port"])
 @pytest.mark.parametrize("port", [-1, 65536])
-def test_a_port_out_of_range_is_refused(port: int) -> None:
-    with pytest.raises(ConfigError, match="port out of range") as caught:
-        replace(CONFIG, port=port)
+def test_a_port_out_of_range_is_refused(name: str, port: int) -> None:
+    changes: dict[str, Any] = {name: port}
+    with pytest.raises(ConfigError, match=f"^{name} out of range") as caught:
+        replace(CONFIG, **changes)
     assert (caught.value.given, caught.value.allowed) == (port, "0 to 65535")
 
 

@@ -153,6 +153,7 @@ def result(
     )
     return DemoResult(
         instances=(),
+        metrics_address=None,
         turns=plan_turns(1),
         served=(served(accounting),),
         comparisons=(Comparison(equal=equal, near_ties=0, first_difference=None, min_gap=1.0),),

@@ -14,6 +14,7 @@ from kvferry.proto.layout import Layout
 TWO_RANKS: dict[str, Any] = {
     "rank_addresses": ("127.0.0.1:1", "127.0.0.1:2"),
     "rank_pids": (1, 2),
+    "rank_metrics": ("127.0.0.1:3", "127.0.0.1:4"),
 }
 
 
@@ -71,7 +72,7 @@ def test_a_store_keeps_single_hash_blocks_on_one_rank(
     fleet.register("s", role="store")
 
 
-@pytest.mark.parametrize("name", ["rank_addresses", "rank_pids"])
+@pytest.mark.parametrize("name", ["rank_addresses", "rank_pids", "rank_metrics"])
 def test_every_rank_of_a_layout_must_be_told(fleet: Fleet, name: str) -> None:
     layout = Layout(block_tokens=BLOCK_TOKENS, tp=2)
     identity = make_identity(num_kv_heads=2)

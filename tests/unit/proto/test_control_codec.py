@@ -8,7 +8,7 @@ from tests.builders import make_identity, make_info
 from kvferry.proto import control_codec as codec
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.ids import BlockHash, Epoch, Incarnation, InstanceId, LeaseId
-from kvferry.proto.instance_stats import Histogram, InstanceStats, Residency, TokenCounts
+from kvferry.proto.instance_stats import Held, Histogram, InstanceStats, Residency, TokenCounts
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
     AcquireLease,
@@ -134,6 +134,7 @@ def test_a_description_keeps_every_field() -> None:
         max_model_len=4096,
         max_in_flight_tokens=256,
         rank_pids=(12, 34),
+        rank_metrics=("h:9100", "h:9101"),
     )
     histogram = Histogram(upper_ends_s=(0.5, 2.0), counts=(1, 0, 4), sum_s=12.25)
     stats = InstanceStats(
@@ -154,6 +155,15 @@ def test_a_description_keeps_every_field() -> None:
         num_cached_blocks=42,
         num_requests=3,
         stats=stats,
+        held=Held(
+            leases=1,
+            leased_blocks=2,
+            reservations=3,
+            reserved_blocks=4,
+            loads=5,
+            loading_blocks=6,
+            quarantined_blocks=7,
+        ),
         kv_events=KvEventsPlace(endpoint="tcp://h:1", replay_endpoint="tcp://h:2", topic="kv@d0"),
     )
     bare = replace(status, stats=InstanceStats(), kv_events=None)

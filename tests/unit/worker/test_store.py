@@ -99,7 +99,6 @@ def test_stored_blocks_are_in_place_and_resident_before_the_reservation_ends() -
     assert service.accept_store(iter(parts(service))) == 3
     assert [block(service, i) for i in (4, 2, 3)] == [content(0), content(1), content(2)]
     assert reserver.ended == [("r1", 3)]
-    assert service.stats().num_bytes_stored == 192
 
 
 def test_a_block_that_is_here_already_is_counted_and_not_written() -> None:
@@ -125,7 +124,6 @@ def test_what_a_reserved_block_held_before_is_forgotten() -> None:
         service.accept_store(iter(corrupt))
     assert resident_blocks(service) == 0
     assert service.stats().num_checksum_failures == 1
-    assert service.stats().errors == {"TransferError": 1}
 
 
 def test_a_client_that_leaves_midway_keeps_its_prefix_and_ends_the_reservation() -> None:

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from kvferry.proto.errors import KvferryError, NotFoundError
-from kvferry.proto.ids import GroupId
+from kvferry.proto.errors import KvferryError
 from kvferry.worker.chunks import Chunks
 from kvferry.worker.destination import BlockDestination
 from kvferry.worker.fetch_terms import CancelledPullError, FetchTerms, Peer
@@ -44,7 +43,6 @@ def pull_blocks(
         if run.hashes:
             destination = BlockDestination(group, run.block_ids)
             client.fetch(peer, ask, destination, session, terms)
-            _require_everything(session, run.group_id, peer)
 
     error, error_type = _error_of(fetch)
     return _outcome(session, session.num_complete, error, error_type)
@@ -79,7 +77,6 @@ def pull_part(
 
     def fetch() -> None:
         client.fetch(peer, ask, chunks, session, terms)
-        _require_everything(session, run.group_id, peer)
 
     error, error_type = _error_of(fetch)
     return _outcome(session, chunks.tokens_of(session.num_complete), error, error_type)
@@ -95,15 +92,6 @@ def _outcome(
         error=error,
         error_type=error_type,
     )
-
-
-def _require_everything(session: PullSession, group_id: GroupId, peer: Peer) -> None:
-    if session.num_found < session.num_asked:
-        raise NotFoundError(
-            f"{peer.address} holds only the first blocks of group {group_id}",
-            given=session.num_found,
-            allowed=session.num_asked,
-        )
 
 
 def _error_of(fetch: Callable[[], None]) -> tuple[str | None, str | None]:

@@ -10,7 +10,6 @@ from kvferry.proto.errors import (
     BadInputError,
     ConfigError,
     IdentityMismatchError,
-    KvferryError,
     MismatchError,
     StaleError,
 )
@@ -53,6 +52,9 @@ class WorkerService:
         incarnation: this life of the process.
         memory: the KV tensors, and the identity of what they hold.
         paths: those that it serves and pulls by, besides gRPC.
+
+    Attributes:
+        counter: where all calls to it and by it are counted.
     """
 
     def __init__(
@@ -64,9 +66,9 @@ class WorkerService:
         self.residency = Residency(memory.num_blocks)
         self.reserver: Reserver | None = None
         self._identity_digest = self.identity.digest()
-        self._stats = StatsCounter()
+        self.counter = StatsCounter()
         self._paths = tuple(paths)
-        self._client = TransferClient(paths=paths)
+        self._client = TransferClient(paths=paths, counter=self.counter)
         self._server: TransferServer | None = None
         self._door: MemoryDoor | None = None
 
@@ -137,14 +139,10 @@ class WorkerService:
         for load, arrived in zip(loads, outcome.num_blocks_of_run, strict=True):
             pairs = zip(load.hashes[:arrived], load.block_ids[:arrived], strict=True)
             self.written(load.group_id, pairs)
-        self._stats.add(
-            num_pulls=1,
+        self.counter.add(
             num_blocks_pulled=sum(outcome.num_blocks_of_run),
-            num_bytes_pulled=outcome.num_bytes,
             num_checksum_failures=outcome.num_checksum_failures,
         )
-        if outcome.error_type is not None:
-            self._stats.add_error(outcome.error_type)
         return outcome
 
     def describe(self) -> WorkerDescription:
@@ -174,42 +172,34 @@ class WorkerService:
             BadInputError: no such group, a frame size out of range, or a selection that does not
                 fit the asked blocks or this memory.
         """
-        try:
-            self._require_same(ask)
-            self._require_own_place(ask)
-            if ask.incarnation not in (0, self.incarnation):
-                raise StaleError(
-                    "the worker at this address is in another life",
-                    given=ask.incarnation,
-                    allowed=self.incarnation,
-                )
-            group = self.memory.group(ask.group_id)
-            residents = find_prefix(self.residency, ask.hashes, ask.group_id)
-            served: Served
-            if ask.selection is None:
-                served = ServedBlocks(group, self.residency, residents)
-            else:
-                served = ServedSelection(
-                    group, self.residency, residents, ask.selection, num_asked=len(ask.hashes)
-                )
-            max_frame_bytes = ask.max_frame_bytes or DEFAULT_FRAME_BYTES
-            frames = read_frames(served, ask.hashes, max_frame_bytes)
-            self._stats.add(num_fetches=1)
-            offer = self._shared_offer(ask, residents)
-            yield Header(
-                incarnation=self.incarnation,
-                num_found=served.num_found,
-                geometry=served.geometry,
-                offer=offer,
+        self._require_same(ask)
+        self._require_own_place(ask)
+        if ask.incarnation not in (0, self.incarnation):
+            raise StaleError(
+                "the worker at this address is in another life",
+                given=ask.incarnation,
+                allowed=self.incarnation,
             )
-            if offer is not None:
-                return
-            for frame in frames:
-                self._stats.add(num_bytes_served=sum(map(len, frame.pieces)))
-                yield frame
-        except KvferryError as error:
-            self._stats.add_error(type(error).__name__)
-            raise
+        group = self.memory.group(ask.group_id)
+        residents = find_prefix(self.residency, ask.hashes, ask.group_id)
+        served: Served
+        if ask.selection is None:
+            served = ServedBlocks(group, self.residency, residents)
+        else:
+            served = ServedSelection(
+                group, self.residency, residents, ask.selection, num_asked=len(ask.hashes)
+            )
+        max_frame_bytes = ask.max_frame_bytes or DEFAULT_FRAME_BYTES
+        frames = read_frames(served, ask.hashes, max_frame_bytes)
+        offer = self._shared_offer(ask, residents)
+        yield Header(
+            incarnation=self.incarnation,
+            num_found=served.num_found,
+            geometry=served.geometry,
+            offer=offer,
+        )
+        if offer is None:
+            yield from frames
 
     def accept_store(self, parts: Iterator[StoreAsk | Frame]) -> int:
         """Take a client's blocks; return the length of the prefix of its hashes that is here now.
@@ -221,16 +211,15 @@ class WorkerService:
             TransferError: a frame that is corrupt, out of place or missing.
             KvferryError: the owner of the blocks refused.
         """
-        session: PullSession | None = None
+        if self.reserver is None:
+            raise MismatchError("this worker takes no stores", allowed="a store instance")
+        ask = next(parts, None)
+        if not isinstance(ask, StoreAsk):
+            raise BadInputError("a store must begin with a header", given=type(ask).__name__)
+        self._require_same(ask)
+        group = self.memory.group(ask.group_id)
+        session = PullSession(len(ask.hashes), group.geometry)
         try:
-            if self.reserver is None:
-                raise MismatchError("this worker takes no stores", allowed="a store instance")
-            ask = next(parts, None)
-            if not isinstance(ask, StoreAsk):
-                raise BadInputError("a store must begin with a header", given=type(ask).__name__)
-            self._require_same(ask)
-            group = self.memory.group(ask.group_id)
-            session = PullSession(len(ask.hashes), group.geometry)
             return accept_blocks(
                 ask,
                 parts,
@@ -239,19 +228,12 @@ class WorkerService:
                 residency=self.residency,
                 reserver=self.reserver,
             )
-        except KvferryError as error:
-            self._stats.add_error(type(error).__name__)
-            raise
         finally:
-            self._stats.add(
-                num_stores=1,
-                num_bytes_stored=session.num_bytes if session else 0,
-                num_checksum_failures=session.num_checksum_failures if session else 0,
-            )
+            self.counter.add(num_checksum_failures=session.num_checksum_failures)
 
     def stats(self) -> WorkerStats:
         """Return what was moved and refused so far."""
-        return self._stats.read()
+        return self.counter.read()
 
     def stop(self) -> None:
         """Stop serving and pulling; running calls get a short grace. Repeating is fine."""

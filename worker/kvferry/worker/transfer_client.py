@@ -9,7 +9,13 @@ from typing import Protocol
 
 import grpc
 
-from kvferry.proto.errors import DeadlineError, KvferryError, TransferError, UnavailableError
+from kvferry.proto.errors import (
+    DeadlineError,
+    KvferryError,
+    NotFoundError,
+    TransferError,
+    UnavailableError,
+)
 from kvferry.proto.grpc_status import MAX_CALL_S
 from kvferry.proto.identity import Identity
 from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
@@ -18,15 +24,16 @@ from kvferry.worker.bulk_wire import receive_frames
 from kvferry.worker.channels import Channels
 from kvferry.worker.checksum import checksum_of
 from kvferry.worker.destination import Destination
-from kvferry.worker.fetch_terms import FetchTerms, Peer
+from kvferry.worker.fetch_terms import CancelledPullError, FetchTerms, Peer
 from kvferry.worker.frame_wire import encode_frame
 from kvferry.worker.frames import BulkOffer, Frame, Header, SharedOffer, places_of, plan_frames
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.paths import ALL_PATHS, Path, this_place
 from kvferry.worker.peer_memories import PeerMemories
 from kvferry.worker.peer_memory import copy_frames, read_shared
-from kvferry.worker.pull import BlockRun, receive, require_destinations
+from kvferry.worker.pull import CANCELLED, BlockRun, receive, require_destinations
 from kvferry.worker.stall_watch import StallWatch
+from kvferry.worker.stats import CountedTransfer, StatsCounter
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import (
     FetchAsk,
@@ -55,12 +62,18 @@ class TransferClient:
     Args:
         stall_s: seconds without a message after which a fetch is ended.
         paths: those it may take besides gRPC.
+        counter: where its fetches are counted, if anybody wants to know.
     """
 
     def __init__(
-        self, *, stall_s: float = STALL_TIMEOUT_S, paths: Sequence[Path] = ALL_PATHS
+        self,
+        *,
+        stall_s: float = STALL_TIMEOUT_S,
+        paths: Sequence[Path] = ALL_PATHS,
+        counter: StatsCounter | None = None,
     ) -> None:
         self._stall_s = stall_s
+        self._counter = StatsCounter() if counter is None else counter
         self._channels = Channels()
         self._paths = UnusablePaths(paths)
         self._memories = PeerMemories()
@@ -86,7 +99,7 @@ class TransferClient:
         session: PullSession,
         terms: FetchTerms,
     ) -> None:
-        """Put what a peer holds of what is asked into `destination`; what came is in `session`.
+        """Put what is asked of a peer into `destination`; what came is in `session`.
 
         All writing happens in the calling thread, so the writer is closed when this returns or
         raises. A deadline beyond `MAX_CALL_S` counts as that.
@@ -99,6 +112,7 @@ class TransferClient:
             terms: deadline and cancel.
 
         Raises:
+            NotFoundError: the peer holds only the beginning of it, which is in place.
             KvferryError: the peer's refusal, what was wrong with what it sent, UnavailableError, or
                 DeadlineError.
             CancelledPullError: the caller gave it up.
@@ -107,12 +121,12 @@ class TransferClient:
             paths = self._paths.usable(peer.address)
             tried = replace(ask, paths=paths, place=this_place() if "shm" in paths else "")
             try:
-                with self._stream(peer, tried, terms) as stream:
-                    self._receive(stream, destination, session)
-                return
+                self._fetch(peer, tried, destination, session, terms)
             except PathUnusableError as unusable:
                 # Nothing has been received yet, so the session is as it was.
                 self._paths.avoid(peer.address, unusable)
+            else:
+                return
 
     def store(
         self,
@@ -157,14 +171,46 @@ class TransferClient:
         self._channels.close()
         self._memories.close()
 
-    def _receive(self, stream: "_Stream", destination: Destination, session: PullSession) -> None:
+    def _fetch(
+        self,
+        peer: Peer,
+        ask: FetchAsk,
+        destination: Destination,
+        session: PullSession,
+        terms: FetchTerms,
+    ) -> None:
+        with self._counter.transfer("pulled") as counted:
+            try:
+                with self._stream(peer, ask, terms) as stream:
+                    self._receive(stream, destination, session, counted)
+            except CancelledPullError:
+                counted.failed(CANCELLED)
+                raise
+            finally:
+                counted.moved(session.num_bytes)
+            if session.num_found < session.num_asked:
+                raise NotFoundError(
+                    f"{peer.address} holds only the first blocks of group {ask.group_id}",
+                    given=session.num_found,
+                    allowed=session.num_asked,
+                )
+
+    def _receive(
+        self,
+        stream: "_Stream",
+        destination: Destination,
+        session: PullSession,
+        counted: CountedTransfer,
+    ) -> None:
         first = stream.next()
         if isinstance(first, Header) and isinstance(first.offer, SharedOffer):
+            counted.over("shm")
             memory = self._memories.of(stream.peer, first.offer.socket)
             served = memory.served(first.offer, stream.ask)
             session.open(first)
             copy_frames(read_shared(served, stream.ask), session, destination, stream.terms)
         elif isinstance(first, Header) and isinstance(first.offer, BulkOffer):
+            counted.over("bulk")
             _receive_bulk(stream, first, first.offer, destination, session)
         else:
             messages = chain([] if first is None else [first], stream)

@@ -23,10 +23,11 @@ from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker.bulk_listener import BulkListener
 from kvferry.worker.bulk_sender import send_bulk, worth_a_socket
 from kvferry.worker.frame_wire import encode_settled
-from kvferry.worker.frames import Frame, Header
+from kvferry.worker.frames import Frame, Header, Segment
 from kvferry.worker.grpc_errors import abort_with, require_deadline
 from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.stall_watch import StallWatch
+from kvferry.worker.stats import CountedTransfer, StatsCounter
 from kvferry.worker.transfer_wire import (
     FetchAsk,
     StoreAsk,
@@ -50,7 +51,9 @@ SERVICE_NAME = "kvferry.transfer.v1.Transfer"
 
 
 class Transfers(Protocol):
-    """What stands behind the front."""
+    """What stands behind the front; the calls that reach it are counted in `counter`."""
+
+    counter: StatsCounter
 
     def describe(self) -> WorkerDescription:
         """Say who this worker is."""
@@ -164,12 +167,15 @@ class _Handlers:
 
     def _fetch(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            with self._admitted(context) as watch:
+            with (
+                self._service.counter.transfer("served") as counted,
+                self._admitted(context) as watch,
+            ):
                 ask = fetch_ask_from_proto(decode_message(transfer_pb2.FetchRequest, request))
                 num_asked, lease_id = len(ask.hashes), ask.lease_id
                 _log.debug("%s asks for %d blocks, lease %r", context.peer(), num_asked, lease_id)
-                parts = self._service.open_fetch(ask)
-                yield from self._replies(parts, "bulk" in ask.paths, context, watch)
+                parts = _counting(self._service.open_fetch(ask), counted)
+                yield from self._replies(parts, "bulk" in ask.paths, context, watch, counted)
         except Exception as error:
             abort_with(context, error)
 
@@ -179,6 +185,7 @@ class _Handlers:
         may_offer_bulk: bool,
         context: grpc.ServicerContext,
         watch: StallWatch,
+        counted: CountedTransfer,
     ) -> Generator[bytes, None, None]:
         for part in parts:
             # Nobody interrupts a handler whose client has left; it has to look.
@@ -186,6 +193,7 @@ class _Handlers:
                 return
             if isinstance(part, Header):
                 if self._bulk is not None and may_offer_bulk and worth_a_socket(part):
+                    counted.over("bulk")
                     yield from send_bulk(self._bulk, part, parts, context, watch)
                     return
                 yield encode_header(part)
@@ -199,8 +207,12 @@ class _Handlers:
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> transfer_pb2.StoreReply:
         try:
-            with self._admitted(context) as watch:
-                num_stored = self._service.accept_store(_store_parts(requests, watch))
+            with (
+                self._service.counter.transfer("stored") as counted,
+                self._admitted(context) as watch,
+            ):
+                parts = _store_parts(requests, watch, counted)
+                num_stored = self._service.accept_store(parts)
             return transfer_pb2.StoreReply(num_stored=num_stored)
         except Exception as error:
             abort_with(context, error)
@@ -230,10 +242,39 @@ class _Handlers:
             self._places.release()
 
 
-def _store_parts(requests: Iterator[bytes], watch: StallWatch) -> Iterator[StoreAsk | Frame]:
+def _counting(
+    parts: Iterator[Header | OutgoingFrame], counted: CountedTransfer
+) -> Iterator[Header | OutgoingFrame]:
+    """Yield the parts of an answer, counting what is about to be sent."""
+    header: Header | None = None
+    for part in parts:
+        if isinstance(part, Header):
+            header = part
+            if header.offer is not None:
+                # The receiver copies the blocks itself, and is the one that counts them.
+                counted.over("shm")
+            counted.is_whole = header.offer is not None or header.num_found == 0
+        else:
+            counted.moved(sum(map(len, part.pieces)))
+            # A receiver that has everything leaves; nobody may ask for what comes after the last.
+            counted.is_whole = header is not None and _is_last(part.segments[-1], header)
+        yield part
+
+
+def _is_last(segment: Segment, header: Header) -> bool:
+    end = (header.num_found - 1, header.geometry.num_layers)
+    return (segment.hash_index, segment.layer_end) == end
+
+
+def _store_parts(
+    requests: Iterator[bytes], watch: StallWatch, counted: CountedTransfer
+) -> Iterator[StoreAsk | Frame]:
     for request in requests:
         watch.moved()
-        yield decode_store_part(request)
+        part = decode_store_part(request)
+        if isinstance(part, Frame):
+            counted.moved(len(part.payload))
+        yield part
         # Writing it was our own time.
         watch.moved()
 

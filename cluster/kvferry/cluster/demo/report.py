@@ -1,6 +1,7 @@
 """What the demo prints: one JSON object, or a table and a summary."""
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -20,6 +21,7 @@ class DemoResult:
     """Everything a demo run has shown."""
 
     instances: tuple[InstanceInfo, ...]
+    metrics_address: str | None
     turns: tuple[Turn, ...]
     served: tuple[Served, ...]
     comparisons: tuple[Comparison, ...]
@@ -54,10 +56,16 @@ def to_json(result: DemoResult) -> dict[str, Any]:
                 "num_blocks": info.num_blocks,
                 "block_bytes": info.identity.block_bytes(info.layout.block_tokens),
                 "max_model_len": info.max_model_len,
-                "ranks": [{"rank": i, "pid": pid} for i, pid in enumerate(info.rank_pids)],
+                "ranks": [
+                    {"rank": rank, "pid": pid, "metrics_address": metrics_address}
+                    for rank, (pid, metrics_address) in enumerate(
+                        zip_longest(info.rank_pids, info.rank_metrics)
+                    )
+                ],
             }
             for info in result.instances
         ],
+        "metrics_address": result.metrics_address,
         "requests": [
             _request(turn, served, comparison)
             for turn, served, comparison in zip(

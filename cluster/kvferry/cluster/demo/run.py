@@ -69,6 +69,9 @@ def run_demo(config: ServiceConfig, settings: DemoSettings, progress: Progress) 
             limits.append(limits_of(config, launched.info.layout, facts.identity, pool))
             require_all_fit(longest, limits[-1])
         progress(f"control front at {service.control_address}")
+        if service.metrics_address:
+            place = f"http://{service.metrics_address}"
+            progress(f"metrics at {place}/metrics, and where all of them are at {place}/targets")
 
         async def conversation() -> tuple[tuple[Served, ...], ExtraTimings | None]:
             async with _router(service) as router:
@@ -82,6 +85,7 @@ def run_demo(config: ServiceConfig, settings: DemoSettings, progress: Progress) 
         instances = tuple(launched.info for launched in service.instances)
     return DemoResult(
         instances=instances,
+        metrics_address=service.metrics_address or None,
         turns=turns,
         served=served,
         comparisons=check_outputs(str(facts.folder), config.dtype, served, progress),

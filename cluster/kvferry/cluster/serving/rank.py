@@ -8,11 +8,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from prometheus_client import Metric
 
+from kvferry.cluster.metrics.metrics_server import MetricsServer, metrics_page
+from kvferry.cluster.metrics.worker_metrics import worker_metrics
 from kvferry.cluster.serving.limits import Policy
 from kvferry.cluster.serving.pool_size import KvSize, LengthLimit, PoolPlan, plan_pool
 from kvferry.coordinator.sizing import kv_cache_bytes
@@ -64,6 +67,7 @@ class RankSettings:
     key_format: KeyFormat
     bind: str
     insecure: bool
+    serves_metrics: bool = False
     rank_timeout_s: float
 
 
@@ -78,10 +82,11 @@ class OpenOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOpened:
-    """Where peers reach a rank, and its process."""
+    """Where peers reach a rank, its process, and where its metrics are, if it serves them."""
 
     address: str
     pid: int
+    metrics_address: str | None
 
 
 class Rank:
@@ -102,6 +107,7 @@ class Rank:
         self._worker: WorkerService | None = None
         self._runner: ModelRunner | ShardedRunner | None = None
         self._group: RankGroup | None = None
+        self._metrics: MetricsServer | None = None
         self._cancels: dict[str, threading.Event] = {}
         self._stopped = threading.Event()
 
@@ -142,7 +148,7 @@ class Rank:
         Raises:
             ConfigError: sizes that do not fit, several ranks on another device than the CPU, or
                 `load` was not called.
-            InsecureBindError, PortTakenError: the transfer server cannot listen.
+            InsecureBindError, PortTakenError: the servers cannot listen.
             UnavailableError: not all ranks came in time.
         """
         settings = self._settings
@@ -158,7 +164,11 @@ class Rank:
         self._worker = WorkerService(incarnation=order.incarnation, memory=memory)
         address = self._worker.serve(bind=settings.bind, port=0, insecure=settings.insecure)
         self._runner = self._make_runner(self._loaded, memory, order.meeting_address)
-        return RankOpened(address=reachable_address(address, self._node_host), pid=os.getpid())
+        return RankOpened(
+            address=reachable_address(address, self._node_host),
+            pid=os.getpid(),
+            metrics_address=self._serve_metrics() if settings.serves_metrics else None,
+        )
 
     def forward(self, batch: Sequence[SequenceSlice]) -> torch.Tensor | None:
         """Compute a pass together with the other ranks; rank 0 gets the logits.
@@ -218,11 +228,13 @@ class Rank:
         self._stopped.wait()
 
     def stop(self) -> None:
-        """End server and group; may be called at any time and more than once."""
+        """End servers and group; may be called at any time and more than once."""
         if self._worker is not None:
             self._worker.stop()
         if self._group is not None:
             self._group.close()
+        if self._metrics is not None:
+            self._metrics.stop()
         self._stopped.set()
 
     @property
@@ -246,6 +258,17 @@ class Rank:
         if self._loaded is None:
             raise ConfigError("a rank is used before its model is loaded", allowed="load() first")
         return self._loaded
+
+    def _serve_metrics(self) -> str:
+        def read() -> Iterator[Metric]:
+            num_resident_blocks = self.worker.residency.num_blocks()
+            return worker_metrics(self.worker.stats(), num_resident_blocks=num_resident_blocks)
+
+        settings = self._settings
+        self._metrics = MetricsServer(
+            {"/metrics": metrics_page(read)}, bind=settings.bind, insecure=settings.insecure
+        )
+        return reachable_address(self._metrics.address, self._node_host)
 
     def _make_runner(
         self, loaded: LoadedModel, memory: KvMemory, meeting_address: str

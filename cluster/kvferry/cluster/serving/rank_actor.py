@@ -169,6 +169,7 @@ class RankActor:
             max_model_len=pool.max_model_len,
             max_in_flight_tokens=settings.token_budget,
             rank_pids=tuple(one.pid for one in opened),
+            rank_metrics=tuple(one.metrics_address for one in opened if one.metrics_address),
             version=version("kvferry"),
         )
 

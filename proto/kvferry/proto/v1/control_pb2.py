@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvferry/proto/v1/control.proto\x12\x12kvferry.control.v1\"1\n\x0e\x45xecuteRequest\x12\x0e\n\x06schema\x18\x01 \x01(\x0c\x12\x0f\n\x07\x63ommand\x18\x02 \x01(\x0c\"\x1d\n\x0c\x45xecuteReply\x12\r\n\x05reply\x18\x01 \x01(\x0c\"*\n\x06Hashes\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\nhash_bytes\x18\x02 \x01(\r\"]\n\x06Scheme\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x12\n\nkey_format\x18\x02 \x01(\t\x12\x19\n\x11hash_block_tokens\x18\x03 \x01(\r\x12\x11\n\tnone_hash\x18\x04 \x01(\x0c\"Z\n\x06Source\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x16\n\x0erank_addresses\x18\x03 \x03(\t\x12\x0e\n\x06layout\x18\x04 \x01(\t\"\x11\n\x0f\x44\x65scribeRequest\"\x99\x02\n\rDescribeReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12*\n\x06scheme\x18\x02 \x01(\x0b\x32\x1a.kvferry.control.v1.Scheme\x12/\n\tinstances\x18\x03 \x03(\x0b\x32\x1c.kvferry.control.v1.Instance\x12\x12\n\nnum_leases\x18\x04 \x01(\x04\x12\x14\n\x0cnum_handoffs\x18\x05 \x01(\x04\x12\x41\n\x08\x63ounters\x18\x06 \x03(\x0b\x32/.kvferry.control.v1.DescribeReply.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xb9\x03\n\x08Instance\x12*\n\x06source\x18\x01 \x01(\x0b\x32\x1a.kvferry.control.v1.Source\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x15\n\ridentity_cbor\x18\x03 \x01(\x0c\x12*\n\x06scheme\x18\x04 \x01(\x0b\x32\x1a.kvferry.control.v1.Scheme\x12\x1c\n\x14max_in_flight_tokens\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\x04\x12\x1c\n\x14max_model_len_tokens\x18\x07 \x01(\x04\x12\x11\n\trank_pids\x18\x08 \x03(\r\x12\x0f\n\x07version\x18\t \x01(\t\x12\x17\n\x0fnum_used_blocks\x18\n \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x0b \x01(\x04\x12\x19\n\x11num_cached_blocks\x18\x0c \x01(\x04\x12\x14\n\x0cnum_requests\x18\r \x01(\x04\x12(\n\x05stats\x18\x0e \x01(\x0b\x32\x19.kvferry.control.v1.Stats\x12/\n\tkv_events\x18\x0f \x01(\x0b\x32\x1c.kvferry.control.v1.KvEvents\"]\n\x08KvEvents\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x1c\n\x0freplay_endpoint\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05topic\x18\x03 \x01(\tB\x12\n\x10_replay_endpoint\"\x9d\x01\n\x05Stats\x12.\n\x05\x66irst\x18\x01 \x01(\x0b\x32\x1f.kvferry.control.v1.TokenCounts\x12\x32\n\tpreempted\x18\x02 \x01(\x0b\x32\x1f.kvferry.control.v1.TokenCounts\x12\x30\n\tresidency\x18\x03 \x01(\x0b\x32\x1d.kvferry.control.v1.Residency\"\xa1\x01\n\x0bTokenCounts\x12\x10\n\x08requests\x18\x01 \x01(\x04\x12\x18\n\x10requested_tokens\x18\x02 \x01(\x04\x12\x18\n\x10local_hit_tokens\x18\x03 \x01(\x04\x12\x19\n\x11remote_hit_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\x04\x12\x18\n\x10\x61\x62\x61ndoned_tokens\x18\x06 \x01(\x04\"\x9b\x01\n\tResidency\x12/\n\x08lifetime\x18\x01 \x01(\x0b\x32\x1d.kvferry.control.v1.Histogram\x12+\n\x04idle\x18\x02 \x01(\x0b\x32\x1d.kvferry.control.v1.Histogram\x12\x30\n\treuse_gap\x18\x03 \x01(\x0b\x32\x1d.kvferry.control.v1.Histogram\"@\n\tHistogram\x12\x14\n\x0cupper_ends_s\x18\x01 \x03(\x01\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\x12\r\n\x05sum_s\x18\x03 \x01(\x01\"T\n\rLocateRequest\x12\x17\n\x0fidentity_digest\x18\x01 \x01(\x0c\x12*\n\x06hashes\x18\x02 \x01(\x0b\x32\x1a.kvferry.control.v1.Hashes\"I\n\x0bLocateReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12+\n\x07holders\x18\x02 \x03(\x0b\x32\x1a.kvferry.control.v1.Holder\"\x85\x01\n\x06Holder\x12*\n\x06source\x18\x01 \x01(\x0b\x32\x1a.kvferry.control.v1.Source\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x12\n\nnum_hashes\x18\x03 \x01(\x04\x12\x14\n\x0cnum_requests\x18\x04 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x05 \x01(\x04\"\xa4\x01\n\x13\x41\x63quireLeaseRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x17\n\x0fidentity_digest\x18\x02 \x01(\x0c\x12*\n\x06hashes\x18\x03 \x01(\x0b\x32\x1a.kvferry.control.v1.Hashes\x12\r\n\x05ttl_s\x18\x04 \x01(\x01\x12\x18\n\x0binstance_id\x18\x05 \x01(\tH\x00\x88\x01\x01\x42\x0e\n\x0c_instance_id\"E\n\x11RenewLeaseRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"\x7f\n\nLeaseReply\x12\x15\n\x08lease_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x12*\n\x06source\x18\x02 \x01(\x0b\x32\x1a.kvferry.control.v1.Source\x12\x12\n\nnum_hashes\x18\x03 \x01(\x04\x12\r\n\x05ttl_s\x18\x04 \x01(\x01\x42\x0b\n\t_lease_id\"8\n\x13ReleaseLeaseRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x1c\n\tDoneReply\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\x32\x82\x04\n\x07\x43ontrol\x12R\n\x08\x44\x65scribe\x12#.kvferry.control.v1.DescribeRequest\x1a!.kvferry.control.v1.DescribeReply\x12L\n\x06Locate\x12!.kvferry.control.v1.LocateRequest\x1a\x1f.kvferry.control.v1.LocateReply\x12W\n\x0c\x41\x63quireLease\x12\'.kvferry.control.v1.AcquireLeaseRequest\x1a\x1e.kvferry.control.v1.LeaseReply\x12S\n\nRenewLease\x12%.kvferry.control.v1.RenewLeaseRequest\x1a\x1e.kvferry.control.v1.LeaseReply\x12V\n\x0cReleaseLease\x12\'.kvferry.control.v1.ReleaseLeaseRequest\x1a\x1d.kvferry.control.v1.DoneReply\x12O\n\x07\x45xecute\x12\".kvferry.control.v1.ExecuteRequest\x1a .kvferry.control.v1.ExecuteReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvferry/proto/v1/control.proto\x12\x12kvferry.control.v1\"1\n\x0e\x45xecuteRequest\x12\x0e\n\x06schema\x18\x01 \x01(\x0c\x12\x0f\n\x07\x63ommand\x18\x02 \x01(\x0c\"\x1d\n\x0c\x45xecuteReply\x12\r\n\x05reply\x18\x01 \x01(\x0c\"*\n\x06Hashes\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\nhash_bytes\x18\x02 \x01(\r\"]\n\x06Scheme\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x12\n\nkey_format\x18\x02 \x01(\t\x12\x19\n\x11hash_block_tokens\x18\x03 \x01(\r\x12\x11\n\tnone_hash\x18\x04 \x01(\x0c\"Z\n\x06Source\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x16\n\x0erank_addresses\x18\x03 \x03(\t\x12\x0e\n\x06layout\x18\x04 \x01(\t\"\x11\n\x0f\x44\x65scribeRequest\"\x99\x02\n\rDescribeReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12*\n\x06scheme\x18\x02 \x01(\x0b\x32\x1a.kvferry.control.v1.Scheme\x12/\n\tinstances\x18\x03 \x03(\x0b\x32\x1c.kvferry.control.v1.Instance\x12\x12\n\nnum_leases\x18\x04 \x01(\x04\x12\x14\n\x0cnum_handoffs\x18\x05 \x01(\x04\x12\x41\n\x08\x63ounters\x18\x06 \x03(\x0b\x32/.kvferry.control.v1.DescribeReply.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xf7\x03\n\x08Instance\x12*\n\x06source\x18\x01 \x01(\x0b\x32\x1a.kvferry.control.v1.Source\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x15\n\ridentity_cbor\x18\x03 \x01(\x0c\x12*\n\x06scheme\x18\x04 \x01(\x0b\x32\x1a.kvferry.control.v1.Scheme\x12\x1c\n\x14max_in_flight_tokens\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\x04\x12\x1c\n\x14max_model_len_tokens\x18\x07 \x01(\x04\x12\x11\n\trank_pids\x18\x08 \x03(\r\x12\x0f\n\x07version\x18\t \x01(\t\x12\x17\n\x0fnum_used_blocks\x18\n \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x0b \x01(\x04\x12\x19\n\x11num_cached_blocks\x18\x0c \x01(\x04\x12\x14\n\x0cnum_requests\x18\r \x01(\x04\x12(\n\x05stats\x18\x0e \x01(\x0b\x32\x19.kvferry.control.v1.Stats\x12/\n\tkv_events\x18\x0f \x01(\x0b\x32\x1c.kvferry.control.v1.KvEvents\x12\x14\n\x0crank_metrics\x18\x10 \x03(\t\x12&\n\x04held\x18\x11 \x01(\x0b\x32\x18.kvferry.control.v1.Held\"\x9f\x01\n\x04Held\x12\x0e\n\x06leases\x18\x01 \x01(\x04\x12\x15\n\rleased_blocks\x18\x02 \x01(\x04\x12\x14\n\x0creservations\x18\x03 \x01(\x04\x12\x17\n\x0freserved_blocks\x18\x04 \x01(\x04\x12\r\n\x05loads\x18\x05 \x01(\x04\x12\x16\n\x0eloading_blocks\x18\x06 \x01(\x04\x12\x1a\n\x12quarantined_blocks\x18\x07 \x01(\x04\"]\n\x08KvEvents\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x1c\n\x0freplay_endpoint\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05topic\x18\x03 \x01(\tB\x12\n\x10_replay_endpoint\"\x9d\x01\n\x05Stats\x12.\n\x05\x66irst\x18\x01 \x01(\x0b\x32\x1f.kvferry.control.v1.TokenCounts\x12\x32\n\tpreempted\x18\x02 \x01(\x0b\x32\x1f.kvferry.control.v1.TokenCounts\x12\x30\n\tresidency\x18\x03 \x01(\x0b\x32\x1d.kvferry.control.v1.Residency\"\xa1\x01\n\x0bTokenCounts\x12\x10\n\x08requests\x18\x01 \x01(\x04\x12\x18\n\x10requested_tokens\x18\x02 \x01(\x04\x12\x18\n\x10local_hit_tokens\x18\x03 \x01(\x04\x12\x19\n\x11remote_hit_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\x04\x12\x18\n\x10\x61\x62\x61ndoned_tokens\x18\x06 \x01(\x04\"\x9b\x01\n\tResidency\x12/\n\x08lifetime\x18\x01 \x01(\x0b\x32\x1d.kvferry.control.v1.Histogram\x12+\n\x04idle\x18\x02 \x01(\x0b\x32\x1d.kvferry.control.v1.Histogram\x12\x30\n\treuse_gap\x18\x03 \x01(\x0b\x32\x1d.kvferry.control.v1.Histogram\"@\n\tHistogram\x12\x14\n\x0cupper_ends_s\x18\x01 \x03(\x01\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\x12\r\n\x05sum_s\x18\x03 \x01(\x01\"T\n\rLocateRequest\x12\x17\n\x0fidentity_digest\x18\x01 \x01(\x0c\x12*\n\x06hashes\x18\x02 \x01(\x0b\x32\x1a.kvferry.control.v1.Hashes\"I\n\x0bLocateReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12+\n\x07holders\x18\x02 \x03(\x0b\x32\x1a.kvferry.control.v1.Holder\"\x85\x01\n\x06Holder\x12*\n\x06source\x18\x01 \x01(\x0b\x32\x1a.kvferry.control.v1.Source\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x12\n\nnum_hashes\x18\x03 \x01(\x04\x12\x14\n\x0cnum_requests\x18\x04 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x05 \x01(\x04\"\xa4\x01\n\x13\x41\x63quireLeaseRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x17\n\x0fidentity_digest\x18\x02 \x01(\x0c\x12*\n\x06hashes\x18\x03 \x01(\x0b\x32\x1a.kvferry.control.v1.Hashes\x12\r\n\x05ttl_s\x18\x04 \x01(\x01\x12\x18\n\x0binstance_id\x18\x05 \x01(\tH\x00\x88\x01\x01\x42\x0e\n\x0c_instance_id\"E\n\x11RenewLeaseRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"\x7f\n\nLeaseReply\x12\x15\n\x08lease_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x12*\n\x06source\x18\x02 \x01(\x0b\x32\x1a.kvferry.control.v1.Source\x12\x12\n\nnum_hashes\x18\x03 \x01(\x04\x12\r\n\x05ttl_s\x18\x04 \x01(\x01\x42\x0b\n\t_lease_id\"8\n\x13ReleaseLeaseRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x1c\n\tDoneReply\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\x32\x82\x04\n\x07\x43ontrol\x12R\n\x08\x44\x65scribe\x12#.kvferry.control.v1.DescribeRequest\x1a!.kvferry.control.v1.DescribeReply\x12L\n\x06Locate\x12!.kvferry.control.v1.LocateRequest\x1a\x1f.kvferry.control.v1.LocateReply\x12W\n\x0c\x41\x63quireLease\x12\'.kvferry.control.v1.AcquireLeaseRequest\x1a\x1e.kvferry.control.v1.LeaseReply\x12S\n\nRenewLease\x12%.kvferry.control.v1.RenewLeaseRequest\x1a\x1e.kvferry.control.v1.LeaseReply\x12V\n\x0cReleaseLease\x12\'.kvferry.control.v1.ReleaseLeaseRequest\x1a\x1d.kvferry.control.v1.DoneReply\x12O\n\x07\x45xecute\x12\".kvferry.control.v1.ExecuteRequest\x1a .kvferry.control.v1.ExecuteReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,33 +50,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREPLY_COUNTERSENTRY']._serialized_start=621
   _globals['_DESCRIBEREPLY_COUNTERSENTRY']._serialized_end=668
   _globals['_INSTANCE']._serialized_start=671
-  _globals['_INSTANCE']._serialized_end=1112
-  _globals['_KVEVENTS']._serialized_start=1114
-  _globals['_KVEVENTS']._serialized_end=1207
-  _globals['_STATS']._serialized_start=1210
-  _globals['_STATS']._serialized_end=1367
-  _globals['_TOKENCOUNTS']._serialized_start=1370
-  _globals['_TOKENCOUNTS']._serialized_end=1531
-  _globals['_RESIDENCY']._serialized_start=1534
-  _globals['_RESIDENCY']._serialized_end=1689
-  _globals['_HISTOGRAM']._serialized_start=1691
-  _globals['_HISTOGRAM']._serialized_end=1755
-  _globals['_LOCATEREQUEST']._serialized_start=1757
-  _globals['_LOCATEREQUEST']._serialized_end=1841
-  _globals['_LOCATEREPLY']._serialized_start=1843
-  _globals['_LOCATEREPLY']._serialized_end=1916
-  _globals['_HOLDER']._serialized_start=1919
-  _globals['_HOLDER']._serialized_end=2052
-  _globals['_ACQUIRELEASEREQUEST']._serialized_start=2055
-  _globals['_ACQUIRELEASEREQUEST']._serialized_end=2219
-  _globals['_RENEWLEASEREQUEST']._serialized_start=2221
-  _globals['_RENEWLEASEREQUEST']._serialized_end=2290
-  _globals['_LEASEREPLY']._serialized_start=2292
-  _globals['_LEASEREPLY']._serialized_end=2419
-  _globals['_RELEASELEASEREQUEST']._serialized_start=2421
-  _globals['_RELEASELEASEREQUEST']._serialized_end=2477
-  _globals['_DONEREPLY']._serialized_start=2479
-  _globals['_DONEREPLY']._serialized_end=2507
-  _globals['_CONTROL']._serialized_start=2510
-  _globals['_CONTROL']._serialized_end=3024
+  _globals['_INSTANCE']._serialized_end=1174
+  _globals['_HELD']._serialized_start=1177
+  _globals['_HELD']._serialized_end=1336
+  _globals['_KVEVENTS']._serialized_start=1338
+  _globals['_KVEVENTS']._serialized_end=1431
+  _globals['_STATS']._serialized_start=1434
+  _globals['_STATS']._serialized_end=1591
+  _globals['_TOKENCOUNTS']._serialized_start=1594
+  _globals['_TOKENCOUNTS']._serialized_end=1755
+  _globals['_RESIDENCY']._serialized_start=1758
+  _globals['_RESIDENCY']._serialized_end=1913
+  _globals['_HISTOGRAM']._serialized_start=1915
+  _globals['_HISTOGRAM']._serialized_end=1979
+  _globals['_LOCATEREQUEST']._serialized_start=1981
+  _globals['_LOCATEREQUEST']._serialized_end=2065
+  _globals['_LOCATEREPLY']._serialized_start=2067
+  _globals['_LOCATEREPLY']._serialized_end=2140
+  _globals['_HOLDER']._serialized_start=2143
+  _globals['_HOLDER']._serialized_end=2276
+  _globals['_ACQUIRELEASEREQUEST']._serialized_start=2279
+  _globals['_ACQUIRELEASEREQUEST']._serialized_end=2443
+  _globals['_RENEWLEASEREQUEST']._serialized_start=2445
+  _globals['_RENEWLEASEREQUEST']._serialized_end=2514
+  _globals['_LEASEREPLY']._serialized_start=2516
+  _globals['_LEASEREPLY']._serialized_end=2643
+  _globals['_RELEASELEASEREQUEST']._serialized_start=2645
+  _globals['_RELEASELEASEREQUEST']._serialized_end=2701
+  _globals['_DONEREPLY']._serialized_start=2703
+  _globals['_DONEREPLY']._serialized_end=2731
+  _globals['_CONTROL']._serialized_start=2734
+  _globals['_CONTROL']._serialized_end=3248
 # @@protoc_insertion_point(module_scope)

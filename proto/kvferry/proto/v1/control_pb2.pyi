@@ -245,6 +245,8 @@ class Instance(google.protobuf.message.Message):
     NUM_REQUESTS_FIELD_NUMBER: builtins.int
     STATS_FIELD_NUMBER: builtins.int
     KV_EVENTS_FIELD_NUMBER: builtins.int
+    RANK_METRICS_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
     role: builtins.str
     """"prefill", "decode" or "store"."""
     identity_cbor: builtins.bytes
@@ -279,6 +281,14 @@ class Instance(google.protobuf.message.Message):
     def kv_events(self) -> Global___KvEvents:
         """Absent where its KV events cannot be read."""
 
+    @property
+    def rank_metrics(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """host:port of the Prometheus metrics of each rank, rank 0 first; empty where they serve none."""
+
+    @property
+    def held(self) -> Global___Held:
+        """What keeps its blocks in place now."""
+
     def __init__(
         self,
         *,
@@ -297,11 +307,52 @@ class Instance(google.protobuf.message.Message):
         num_requests: builtins.int = ...,
         stats: Global___Stats | None = ...,
         kv_events: Global___KvEvents | None = ...,
+        rank_metrics: collections.abc.Iterable[builtins.str] | None = ...,
+        held: Global___Held | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["kv_events", b"kv_events", "scheme", b"scheme", "source", b"source", "stats", b"stats"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["identity_cbor", b"identity_cbor", "kv_events", b"kv_events", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "stats", b"stats", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["held", b"held", "kv_events", b"kv_events", "scheme", b"scheme", "source", b"source", "stats", b"stats"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["held", b"held", "identity_cbor", b"identity_cbor", "kv_events", b"kv_events", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_metrics", b"rank_metrics", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "stats", b"stats", "version", b"version"]) -> None: ...
 
 Global___Instance: typing_extensions.TypeAlias = Instance
+
+@typing.final
+class Held(google.protobuf.message.Message):
+    """What keeps blocks of an instance in place, beside its running requests."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: builtins.int
+    LEASED_BLOCKS_FIELD_NUMBER: builtins.int
+    RESERVATIONS_FIELD_NUMBER: builtins.int
+    RESERVED_BLOCKS_FIELD_NUMBER: builtins.int
+    LOADS_FIELD_NUMBER: builtins.int
+    LOADING_BLOCKS_FIELD_NUMBER: builtins.int
+    QUARANTINED_BLOCKS_FIELD_NUMBER: builtins.int
+    leases: builtins.int
+    leased_blocks: builtins.int
+    """Each block counts once, however many leases keep it."""
+    reservations: builtins.int
+    """Clients are storing into these; they are not findable yet."""
+    reserved_blocks: builtins.int
+    loads: builtins.int
+    """Blocks of peers are being pulled into these; they are not findable yet."""
+    loading_blocks: builtins.int
+    quarantined_blocks: builtins.int
+    """Of the loading blocks, those of loads that were given up and whose writer may still be open."""
+    def __init__(
+        self,
+        *,
+        leases: builtins.int = ...,
+        leased_blocks: builtins.int = ...,
+        reservations: builtins.int = ...,
+        reserved_blocks: builtins.int = ...,
+        loads: builtins.int = ...,
+        loading_blocks: builtins.int = ...,
+        quarantined_blocks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leased_blocks", b"leased_blocks", "leases", b"leases", "loading_blocks", b"loading_blocks", "loads", b"loads", "quarantined_blocks", b"quarantined_blocks", "reservations", b"reservations", "reserved_blocks", b"reserved_blocks"]) -> None: ...
+
+Global___Held: typing_extensions.TypeAlias = Held
 
 @typing.final
 class KvEvents(google.protobuf.message.Message):
