@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.arenas import needs_arenas
 from tests.contract.exchange import exchanging
-from tests.contract.test_pull_layouts import CUT, CUT_TOO, ONE
+from tests.contract.test_pull_layouts_failures import CUT, CUT_TOO, ONE
 from tests.integration.transfer_host import SIZES, new_host
 from tests.integration.transfer_peer import content_of, fill, hash_of, new_worker
 from tests.pulling import pull_blocks

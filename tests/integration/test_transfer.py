@@ -5,29 +5,21 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
-from tests.integration.transfer_host import SIZES, Host, new_host
-from tests.integration.transfer_peer import PeerService, content_of, fill, hash_of, new_worker
-from tests.pulling import pull_blocks
+from tests.integration.transfer_host import Host, new_host
+from tests.integration.transfer_peer import hash_of
+from tests.integration.transferring import assert_exactly_in_place, destination, here, pull, run_of
 
 from kvferry.proto.errors import (
-    MismatchError,
     UnavailableError,
 )
-from kvferry.proto.ids import FIRST_GROUP, BlockId, Incarnation, LeaseId, pack_group
+from kvferry.proto.ids import FIRST_GROUP, Incarnation, LeaseId, pack_group
 from kvferry.worker import part_pull
-from kvferry.worker.block_io import gather
 from kvferry.worker.fetch_terms import FetchTerms, Peer
-from kvferry.worker.frames import Place
 from kvferry.worker.paths import Path
-from kvferry.worker.pull import BlockRun, PullOutcome
-from kvferry.worker.service import WorkerService
+from kvferry.worker.pull import PullOutcome
 from kvferry.worker.transfer_client import TransferClient
-
-PAGE_BYTES_PER_HEAD_SIZE = 16
 
 Paths = Sequence[Path]
 
@@ -44,65 +36,6 @@ def host() -> Iterator[Host]:
 def plain(host: Host) -> str:
     """Address of a worker that behaves and keeps its eight blocks."""
     return host.open()
-
-
-@contextmanager
-def here(**settings: Any) -> Iterator[PeerService]:
-    worker = new_worker(**{"incarnation": 50, **SIZES, **settings})
-    try:
-        yield worker
-    finally:
-        worker.stop()
-
-
-def pull(
-    worker: WorkerService,
-    address: str,
-    *,
-    indexes: range | None = None,
-    incarnation: int = 1,
-    timeout_s: float = 20.0,
-    cancel: threading.Event | None = None,
-) -> PullOutcome:
-    """Pull the hashes of `indexes` into the blocks from the last one downwards."""
-    indexes = indexes or range(worker.memory.num_blocks - 1)
-    return pull_blocks(
-        worker,
-        address,
-        [run_of(worker, indexes)],
-        incarnation=incarnation,
-        timeout_s=timeout_s,
-        cancel=cancel,
-    )
-
-
-def run_of(worker: WorkerService, indexes: range) -> BlockRun:
-    return BlockRun(
-        group_id=FIRST_GROUP,
-        hashes=[hash_of(index) for index in indexes],
-        block_ids=[destination(worker, position) for position in range(len(indexes))],
-    )
-
-
-def destination(worker: WorkerService, position: int) -> BlockId:
-    return BlockId(worker.memory.num_blocks - 1 - position)
-
-
-def assert_exactly_in_place(worker: PeerService, num_blocks: int) -> None:
-    """The first blocks hold their bytes and are resident; no byte of the others was written."""
-    (memory,) = worker.memory.groups
-    for position in range(memory.num_blocks - 1):
-        place = Place(destination(worker, position), 0, memory.geometry.num_layers)
-        found = gather(memory, [place])
-        resident = worker.residency.find(pack_group(hash_of(position), FIRST_GROUP))
-        if position < num_blocks:
-            assert found == content_of(position, memory.geometry.block_bytes), position
-            assert resident is not None
-        else:
-            # Over a bulk socket bytes land in blocks before they are verified; nobody sees them.
-            if worker.takes_grpc_only:
-                assert found == bytes(memory.geometry.block_bytes), position
-            assert resident is None
 
 
 @by_every_path
@@ -304,21 +237,6 @@ def test_a_block_reused_during_the_fetch_ends_it_before_that_block(
         assert_exactly_in_place(worker, 3)
 
 
-@pytest.mark.parametrize("heads_more", [-1, 0, 1])
-def test_blocks_around_the_default_message_limit_arrive_and_can_be_stored(
-    host: Host, heads_more: int
-) -> None:
-    head_size = (4 << 20) // PAGE_BYTES_PER_HEAD_SIZE + heads_more
-    sizes = {"num_blocks": 3, "num_layers": 1, "head_size": head_size}
-    store = host.open(empty=True, **sizes)
-    with here(**sizes) as worker, here(**sizes) as reader:
-        fill(worker)
-        assert worker.memory.groups[0].geometry.block_bytes == (4 << 20) + 16 * heads_more
-        assert store_all(worker, store) == 2
-        assert pull(reader, store).num_blocks_of_run == (2,)
-        assert_exactly_in_place(reader, 2)
-
-
 @by_every_path
 def test_64_mib_arrive_in_one_pull(host: Host, paths: Paths) -> None:
     sizes = {"num_blocks": 65, "num_layers": 4, "head_size": 16384}
@@ -340,40 +258,6 @@ def test_two_pulls_at_once_do_not_disturb_each_other(host: Host, paths: Paths) -
         for worker, name in ((first, "first"), (second, "second")):
             assert outcomes[name] == PullOutcome(num_blocks_of_run=(8,), num_bytes=16384)
             assert_exactly_in_place(worker, 8)
-
-
-def store_all(worker: WorkerService, address: str) -> int:
-    hashes = [hash_of(index) for index in range(worker.memory.num_blocks - 1)]
-    client = TransferClient()
-    try:
-        return client.store(
-            address,
-            BlockRun(
-                group_id=FIRST_GROUP,
-                hashes=hashes,
-                block_ids=[BlockId(index + 1) for index in range(len(hashes))],
-            ),
-            identity=worker.identity,
-            memory=worker.memory,
-            timeout_s=20.0,
-        )
-    finally:
-        client.close()
-
-
-def test_stored_blocks_can_be_pulled_by_another_worker(host: Host) -> None:
-    store = host.open(empty=True)
-    with here() as writer, here() as reader:
-        fill(writer)
-        assert pull(reader, store).num_blocks_of_run == (0,)
-        assert store_all(writer, store) == 8
-        assert pull(reader, store).num_blocks_of_run == (8,)
-        assert_exactly_in_place(reader, 8)
-
-
-def test_a_worker_that_takes_no_stores_says_so(plain: str) -> None:
-    with here() as writer, pytest.raises(MismatchError, match="takes no stores"):
-        store_all(writer, plain)
 
 
 @by_every_path
