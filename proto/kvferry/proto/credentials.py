@@ -1,0 +1,153 @@
+"""Certificates, a key and a token: the files by which processes of a service prove who they are.
+
+The settings hold paths, so that they travel to other processes without any secret in them; every
+process reads the files itself, each time it makes a server or a connection.
+"""
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.proto.errors import ConfigError
+
+DEFAULT_SERVER_NAME = "kvferry"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """Where this process finds its credentials; whoever has any speaks TLS only.
+
+    Paths are made absolute: a process elsewhere may have another working folder.
+
+    Raises:
+        ConfigError: a file is missing or not what it should be, a key without its certificate (or
+            the other way round), or a token without TLS.
+    """
+
+    certificate: Path | None = None
+    """PEM file that this process shows to its peers: its certificate, then intermediate ones.
+    Servers need one."""
+
+    key: Path | None = None
+    """PEM file of the certificate's private key, not encrypted."""
+
+    ca: Path | None = None
+    """PEM file of the authorities that peers' certificates are verified against. With it a server
+    asks every client for a certificate; without it for none, and a client verifies servers against
+    the authorities that its machine trusts."""
+
+    token_file: Path | None = None
+    """File that holds the bearer token: clients send it with every call, servers refuse others."""
+
+    server_name: str = DEFAULT_SERVER_NAME
+    """Name that the certificate of every server must hold, wherever it is reached."""
+
+    def __post_init__(self) -> None:
+        for name in ("certificate", "key", "ca", "token_file"):
+            path = getattr(self, name)
+            if path is not None:
+                object.__setattr__(self, name, Path(path).absolute())
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError(
+                "a certificate and its key come together",
+                given={"certificate": _text(self.certificate), "key": _text(self.key)},
+                allowed="both or none (--tls-cert and --tls-key)",
+            )
+        if self.certificate is None and self.ca is None:
+            raise ConfigError(
+                "credentials without TLS: a token would be sent for everybody to read",
+                given={"token_file": _text(self.token_file)},
+                allowed="a certificate with its key, or the authorities of the servers "
+                "(--tls-cert and --tls-key, or --tls-ca)",
+            )
+        if not self.server_name:
+            raise ConfigError("the name of the servers is empty", allowed=DEFAULT_SERVER_NAME)
+        client_ssl_context(self)
+        self.read_token()
+
+    @property
+    def proves_clients(self) -> bool:
+        """Whether a server with these knows its clients: by their certificates or by the token."""
+        return self.ca is not None or self.token_file is not None
+
+    def read_token(self) -> str | None:
+        """Return the token as the file has it now; None without a file.
+
+        Raises:
+            ConfigError: the file cannot be read, or its text cannot be a token.
+        """
+        if self.token_file is None:
+            return None
+        try:
+            token = self.token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unusable("token file", self.token_file, error) from None
+        if not token or not token.isascii() or not token.isprintable() or " " in token:
+            # The text itself is a secret.
+            raise ConfigError(
+                "the file holds no token", given=str(self.token_file), allowed="one word of ASCII"
+            )
+        return token
+
+
+def server_ssl_context(credentials: Credentials) -> ssl.SSLContext:
+    """Return what a listening socket speaks TLS with, made of the files as they are now.
+
+    Raises:
+        ConfigError: no certificate, or a file that cannot be used.
+    """
+    if credentials.certificate is None:
+        raise ConfigError(
+            "a server that speaks TLS needs a certificate", allowed="--tls-cert and --tls-key"
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _show_certificate(context, credentials)
+    if credentials.ca is not None:
+        _trust(context, credentials.ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def client_ssl_context(credentials: Credentials) -> ssl.SSLContext:
+    """Return what a connecting socket speaks TLS with, made of the files as they are now.
+
+    To be used with `server_hostname=credentials.server_name`.
+
+    Raises:
+        ConfigError: a file that cannot be used.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if credentials.certificate is not None:
+        _show_certificate(context, credentials)
+    if credentials.ca is None:
+        context.load_default_certs()
+    else:
+        _trust(context, credentials.ca)
+    return context
+
+
+def _show_certificate(context: ssl.SSLContext, credentials: Credentials) -> None:
+    assert credentials.certificate is not None
+    assert credentials.key is not None
+    try:
+        # An encrypted key would be asked for on the terminal, but for a password given here.
+        context.load_cert_chain(credentials.certificate, credentials.key, password="")
+    except OSError as error:
+        files = f"{credentials.certificate}, {credentials.key}"
+        raise _unusable("certificate with its key", files, error) from None
+
+
+def _trust(context: ssl.SSLContext, ca: Path) -> None:
+    try:
+        context.load_verify_locations(ca)
+    except OSError as error:
+        raise _unusable("file of authorities", ca, error) from None
+
+
+def _unusable(what: str, path: Path | str, error: Exception) -> ConfigError:
+    reason = (error.reason if isinstance(error, ssl.SSLError) else None) or str(error)
+    return ConfigError(f"cannot use the {what}: {reason}", given=str(path))
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
