@@ -144,7 +144,7 @@ class RayService:
             f"starting {len(roles)} instances of {self.config.num_ranks} ranks: "
             "loading the model in each"
         )
-        coordinator = CoordinatorClient(self.control_address)
+        coordinator = CoordinatorClient(self.control_address, self.config.credentials)
         starting = {rank.start.remote(coordinator): i for i, rank in self._ranks.items()}
         self.instances = self._all_started(starting, deadline)
 
@@ -160,7 +160,12 @@ class RayService:
             sample_block_every=config.sample_block_every,
         )
         front = functools.partial(
-            ControlServer, bind=config.bind, port=config.port, insecure=config.insecure
+            ControlServer,
+            bind=config.bind,
+            port=config.port,
+            insecure=config.insecure,
+            credentials=config.credentials,
+            reflection=config.reflection,
         )
         ref: Any = self._coordinator.start.remote(front=front, outlet=self._outlet())
         get(ref, timeout_s=COORDINATOR_START_TIMEOUT_S, who="the coordinator")
@@ -235,6 +240,8 @@ class RayService:
             bind=config.bind,
             insecure=config.insecure,
             serves_metrics=config.metrics_port is not None,
+            credentials=config.credentials,
+            reflection=config.reflection,
             rank_timeout_s=config.rank_timeout_s,
         )
 
