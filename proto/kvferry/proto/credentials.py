@@ -78,10 +78,8 @@ class Credentials:
         """
         if self.token_file is None:
             return None
-        try:
-            token = self.token_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise _unusable("token file", self.token_file, error) from None
+        _require_readable(self.token_file)
+        token = self.token_file.read_text(encoding="utf-8", errors="replace").strip()
         if not token or not token.isascii() or not token.isprintable() or " " in token:
             # The text itself is a secret.
             raise ConfigError(
@@ -129,24 +127,39 @@ def client_ssl_context(credentials: Credentials) -> ssl.SSLContext:
 def _show_certificate(context: ssl.SSLContext, credentials: Credentials) -> None:
     assert credentials.certificate is not None
     assert credentials.key is not None
+    for path in (credentials.certificate, credentials.key):
+        _require_readable(path)
     try:
         # An encrypted key would be asked for on the terminal, but for a password given here.
         context.load_cert_chain(credentials.certificate, credentials.key, password="")
-    except OSError as error:
-        files = f"{credentials.certificate}, {credentials.key}"
-        raise _unusable("certificate with its key", files, error) from None
+    except ssl.SSLError as error:
+        is_other_key = error.reason == "KEY_VALUES_MISMATCH"
+        raise ConfigError(
+            "cannot use the certificate with its key",
+            given={"certificate": str(credentials.certificate), "key": str(credentials.key)},
+            allowed=(
+                "the certificate's own key"
+                if is_other_key
+                else "two PEM files, the key not encrypted"
+            ),
+        ) from None
 
 
 def _trust(context: ssl.SSLContext, ca: Path) -> None:
+    _require_readable(ca)
     try:
         context.load_verify_locations(ca)
+    except ssl.SSLError:
+        raise ConfigError(
+            "no authorities in the file", given=str(ca), allowed="certificates as PEM"
+        ) from None
+
+
+def _require_readable(path: Path) -> None:
+    try:
+        path.open("rb").close()
     except OSError as error:
-        raise _unusable("file of authorities", ca, error) from None
-
-
-def _unusable(what: str, path: Path | str, error: Exception) -> ConfigError:
-    reason = (error.reason if isinstance(error, ssl.SSLError) else None) or str(error)
-    return ConfigError(f"cannot use the {what}: {reason}", given=str(path))
+        raise ConfigError(f"cannot read a file: {error.strerror}", given=str(path)) from None
 
 
 def _text(path: Path | None) -> str | None:
