@@ -248,13 +248,15 @@ class RayService:
     def _environment(self, threads: int) -> dict[str, dict[str, str]]:
         # PYTHONHASHSEED must be there before the interpreter starts. OpenMP threads of several
         # processes spin against each other, so each rank gets its share of the cores.
-        return {
-            "env_vars": {
-                "PYTHONHASHSEED": self.config.hash_seed,
-                "OMP_NUM_THREADS": str(threads),
-                "TOKENIZERS_PARALLELISM": "false",
-            }
+        variables = {
+            "PYTHONHASHSEED": self.config.hash_seed,
+            "OMP_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
         }
+        if self.config.credentials is not None and "GRPC_VERBOSITY" not in os.environ:
+            # Nobody but gRPC hears why a server refused a handshake, and it says so from info on.
+            variables["GRPC_VERBOSITY"] = "info"
+        return {"env_vars": variables}
 
     def _all_started(
         self, starting: dict[Any, InstanceId], deadline: float
