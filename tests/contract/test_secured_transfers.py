@@ -2,28 +2,33 @@
 
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.certificates import TOKEN, CertificateFolder
 from tests.integration.transfer_peer import content_of, fill, hash_of, new_worker
 from tests.pulling import pull_blocks
 
-from kvferry.proto.credentials import Credentials
-from kvferry.proto.errors import ConfigError, CredentialsError, MessageTooLargeError
+from kvferry.proto.credentials import Credentials, client_ssl_context
+from kvferry.proto.errors import ConfigError, CredentialsError
 from kvferry.proto.grpc_channel import open_channel
 from kvferry.proto.grpc_front import HEALTH_CHECK
-from kvferry.proto.grpc_options import MAX_MESSAGE_BYTES, SERVER_SLACK_BYTES
 from kvferry.proto.ids import FIRST_GROUP, BlockId, Incarnation
+from kvferry.worker import bulk_sender
+from kvferry.worker import paths as path_names
 from kvferry.worker.block_io import gather
+from kvferry.worker.bulk_listener import BulkListener
+from kvferry.worker.bulk_wire import TICKET_BYTES, send_frame
 from kvferry.worker.frames import Place
 from kvferry.worker.grpc_errors import error_of_call
+from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.pull import BlockRun
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_client import STORE_METHOD, TransferClient
@@ -49,10 +54,15 @@ class Peers:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
 
-    def worker(self, credentials: Credentials | None) -> WorkerService:
+    def worker(
+        self, credentials: Credentials | None, *, paths: Sequence[path_names.Path] = ()
+    ) -> WorkerService:
         plain = new_worker(50, num_blocks=9, num_layers=2, head_size=64)
         worker = WorkerService(
-            incarnation=Incarnation(50), memory=plain.memory, credentials=credentials
+            incarnation=Incarnation(50),
+            memory=plain.memory,
+            paths=paths,
+            credentials=credentials,
         )
         self._stack.callback(worker.stop)
         return worker
@@ -79,11 +89,23 @@ def refusal(client: TransferClient, address: str) -> CredentialsError:
     return caught.value
 
 
+@pytest.mark.parametrize("paths", [[], ["bulk"], ["shm"]], ids=["grpc", "bulk", "shm"])
 def test_two_workers_that_prove_who_they_are_exchange_equal_bytes(
-    files: CertificateFolder, peers: Peers
+    files: CertificateFolder,
+    peers: Peers,
+    monkeypatch: pytest.MonkeyPatch,
+    paths: list[path_names.Path],
 ) -> None:
+    sent_by: set[type] = set()
+
+    def send(connection: socket.socket, frame: OutgoingFrame) -> None:
+        sent_by.add(type(connection))
+        send_frame(connection, frame)
+
+    monkeypatch.setattr(bulk_sender, "MIN_BULK_BYTES", 1)
+    monkeypatch.setattr(bulk_sender, "send_frame", send)
     credentials = files.mutual(token_file=files.token_file())
-    source, taker = peers.worker(credentials), peers.worker(credentials)
+    source, taker = (peers.worker(credentials, paths=paths) for _ in range(2))
     fill(source)
     block_ids = [BlockId(i) for i in (8, 3, 5, 1)]
     run = BlockRun(group_id=FIRST_GROUP, hashes=[hash_of(i) for i in range(4)], block_ids=block_ids)
@@ -93,6 +115,51 @@ def test_two_workers_that_prove_who_they_are_exchange_equal_bytes(
     for index, block_id in enumerate(block_ids):
         arrived = gather(group, [Place(block_id, 0, group.geometry.num_layers)])
         assert bytes(arrived) == content_of(index, group.geometry.block_bytes)
+    assert sent_by == ({ssl.SSLSocket} if paths == ["bulk"] else set())
+
+
+@pytest.fixture
+def bulk_log(
+    files: CertificateFolder, caplog: pytest.LogCaptureFixture
+) -> Iterator[tuple[socket.socket, Callable[[], str]]]:
+    """A connection to a bulk port that speaks TLS, and the only line of its log in the end."""
+    caplog.set_level(logging.WARNING, "kvferry.worker.bulk_listener")
+
+    def only_line() -> str:
+        listener.close()
+        listener._greeters.shutdown(wait=True)
+        (line,) = caplog.messages
+        return line
+
+    with (
+        closing(BulkListener("127.0.0.1", files.mutual())) as listener,
+        socket.create_connection(("127.0.0.1", listener.port), timeout=TIMEOUT_S) as connection,
+    ):
+        yield connection, only_line
+
+
+def test_a_bulk_socket_in_plaintext_is_refused_and_the_log_says_why(
+    bulk_log: tuple[socket.socket, Callable[[], str]],
+) -> None:
+    connection, only_line = bulk_log
+    connection.sendall(bytes(TICKET_BYTES))
+    with suppress(ConnectionResetError):
+        while connection.recv(100):
+            pass
+    assert re.search("did not show a ticket at the bulk port: .*WRONG_VERSION_NUMBER", only_line())
+
+
+def test_a_bulk_socket_without_a_certificate_is_refused_on_both_sides(
+    files: CertificateFolder, bulk_log: tuple[socket.socket, Callable[[], str]]
+) -> None:
+    connection, only_line = bulk_log
+    context = client_ssl_context(files.trusting())
+    with (
+        context.wrap_socket(connection, server_hostname="kvferry") as secure,
+        pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"),
+    ):
+        secure.recv(1)
+    assert re.search("bulk port: .*PEER_DID_NOT_RETURN_A_CERTIFICATE", only_line())
 
 
 def test_a_client_without_a_certificate_is_refused_by_a_server_that_asks(
@@ -271,37 +338,6 @@ def test_a_server_takes_a_new_token_while_it_serves(files: CertificateFolder, pe
     client.describe(address, timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("num_bytes", [MAX_MESSAGE_BYTES + 1, MAX_MESSAGE_BYTES + (8 << 20)])
-def test_a_message_that_is_too_large_is_refused_with_both_sizes(
-    peers: Peers, caplog: pytest.LogCaptureFixture, num_bytes: int
-) -> None:
-    address = peers.serving(None)
-    with grpc.insecure_channel(address) as channel:
-        send: Any = channel.unary_unary(f"/{SERVICE_NAME}/Describe")
-        with pytest.raises(grpc.RpcError) as refused:
-            send(bytes(num_bytes), timeout=TIMEOUT_S)
-    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    error = error_of_call(refused.value, address)
-    assert type(error) is MessageTooLargeError
-    if num_bytes <= MAX_MESSAGE_BYTES + SERVER_SLACK_BYTES:
-        assert (error.given, error.allowed) == (num_bytes, MAX_MESSAGE_BYTES)
-        assert "a DescribeRequest of more bytes than this server takes" in caplog.messages[0]
-    else:
-        # gRPC refuses it, and no handler hears of it.
-        assert (error.given, error.allowed) == (num_bytes, MAX_MESSAGE_BYTES + SERVER_SLACK_BYTES)
-        assert caplog.messages == []
-
-
-def test_a_client_does_not_send_what_is_too_large(peers: Peers) -> None:
-    address = peers.serving(None)
-    send: Any = peers.channel(address, None).unary_unary(f"/{SERVICE_NAME}/Describe")
-    with pytest.raises(grpc.RpcError) as refused:
-        send(bytes(MAX_MESSAGE_BYTES + 1), timeout=TIMEOUT_S)
-    error = error_of_call(refused.value, address)
-    assert type(error) is MessageTooLargeError
-    assert (error.given, error.allowed) == (MAX_MESSAGE_BYTES + 1, MAX_MESSAGE_BYTES)
-
-
 def test_a_server_beyond_loopback_needs_no_insecure_where_it_knows_its_clients(
     files: CertificateFolder, peers: Peers
 ) -> None:
@@ -315,28 +351,3 @@ def test_a_worker_without_a_certificate_does_not_serve(
 ) -> None:
     with pytest.raises(ConfigError, match="a server that speaks TLS needs a certificate"):
         peers.serving(files.trusting())
-
-
-@pytest.mark.parametrize("reflection", [True, False])
-def test_only_with_reflection_a_server_tells_of_its_services(
-    peers: Peers, reflection: bool
-) -> None:
-    channel = peers.channel(peers.serving(None, reflection=reflection), None)
-    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-    asked = [
-        reflection_pb2.ServerReflectionRequest(list_services=""),
-        reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE_NAME),
-    ]
-    answers = stub.ServerReflectionInfo(iter(asked), timeout=TIMEOUT_S)
-    if not reflection:
-        with pytest.raises(grpc.RpcError) as refused:
-            next(answers)
-        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        return
-    services = {service.name for service in next(answers).list_services_response.service}
-    assert services == {
-        SERVICE_NAME,
-        "grpc.health.v1.Health",
-        "grpc.reflection.v1alpha.ServerReflection",
-    }
-    assert b"FetchRequest" in next(answers).file_descriptor_response.file_descriptor_proto[0]
