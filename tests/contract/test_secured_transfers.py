@@ -118,6 +118,28 @@ def test_two_workers_that_prove_who_they_are_exchange_equal_bytes(
     assert sent_by == ({ssl.SSLSocket} if paths == ["bulk"] else set())
 
 
+@pytest.mark.parametrize("paths", [[], ["bulk"]], ids=["grpc", "bulk"])
+def test_without_authorities_a_worker_trusts_those_of_its_machine_and_asks_for_no_certificate(
+    files: CertificateFolder,
+    peers: Peers,
+    monkeypatch: pytest.MonkeyPatch,
+    paths: list[path_names.Path],
+) -> None:
+    monkeypatch.setattr(bulk_sender, "MIN_BULK_BYTES", 1)
+    certificate, key = files.issue()
+    token_file = files.token_file()
+    own = Credentials(certificate=certificate, key=key, token_file=token_file)
+    source, taker = (peers.worker(own, paths=paths) for _ in range(2))
+    fill(source)
+    address = source.serve()
+    run = BlockRun(group_id=FIRST_GROUP, hashes=[hash_of(0)], block_ids=[BlockId(1)])
+    refused = pull_blocks(taker, address, [run], incarnation=50)
+    assert refused.error_type == "CredentialsError"
+    monkeypatch.setenv("SSL_CERT_FILE", str(files.ca))
+    assert pull_blocks(taker, address, [run], incarnation=50).error is None
+    peers.client(files.trusting(token_file=token_file)).describe(address, timeout_s=TIMEOUT_S)
+
+
 @pytest.fixture
 def bulk_log(
     files: CertificateFolder, caplog: pytest.LogCaptureFixture

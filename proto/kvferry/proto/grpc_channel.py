@@ -3,6 +3,8 @@
 Here because worker and cluster must agree with both fronts on it.
 """
 
+import ssl
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,10 +26,12 @@ def open_channel(address: str, credentials: Credentials | None) -> grpc.Channel:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
     # gRPC would take any bytes here, and fail at every call.
     client_ssl_context(credentials)
+    # Without a file of its own gRPC would take a list that comes with it.
+    ca = credentials.ca or ssl.get_default_verify_paths().cafile
     channel = grpc.secure_channel(
         address,
         grpc.ssl_channel_credentials(
-            root_certificates=credentials.ca.read_bytes() if credentials.ca else None,
+            root_certificates=Path(ca).read_bytes() if ca else None,
             private_key=credentials.key.read_bytes() if credentials.key else None,
             certificate_chain=(
                 credentials.certificate.read_bytes() if credentials.certificate else None
