@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
-from tests.certificates import CertificateFolder
 
 from kvferry.cluster import naming, ray_cluster
 from kvferry.cluster.client import connect
@@ -32,7 +31,6 @@ from kvferry.cluster.serving.requests import EngineRequest
 from kvferry.cluster.serving.router import Router, RouterSettings, Served
 from kvferry.proto.errors import (
     ConfigError,
-    CredentialsError,
     IdentityMismatchError,
     InstanceDiedError,
     MismatchError,
@@ -220,21 +218,6 @@ def test_metrics_of_all_processes_are_found_through_the_coordinators(service: Ra
     ]
     served, pulled = (float(match.group(1)) for match in found if match)
     assert min(served, pulled) > 0
-
-
-@pytest.mark.long
-def test_a_service_with_credentials_speaks_tls_among_all_its_processes(
-    start: Start, tmp_path: Path
-) -> None:
-    files = CertificateFolder(tmp_path)
-    credentials = files.mutual(token_file=files.token_file())
-    service = start(credentials=credentials, kv_events=None)
-    require_serves(service, "secured")
-    with connect(service.control_address, credentials=credentials) as ferry:
-        stats = {i.info.instance_id: i.stats for i in ferry.describe().instances}
-    assert stats[InstanceId("decode-0")].first.remote_hit == 32
-    with pytest.raises(CredentialsError, match="speaks TLS and this client plaintext"):
-        describe(service)
 
 
 # -- B57: what cannot be placed -------------------------------------------------------------------

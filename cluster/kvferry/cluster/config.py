@@ -6,9 +6,9 @@ from typing import get_args
 
 from kvferry.cluster.serving.limits import Policy
 from kvferry.cluster.serving.pool_size import KvSize, LengthLimit
-from kvferry.proto.bind import is_loopback, require_safe_bind
+from kvferry.proto.bind import is_loopback, require_safe_bind, require_safe_plain_bind
 from kvferry.proto.credentials import Credentials, server_ssl_context
-from kvferry.proto.errors import ConfigError, InsecureBindError
+from kvferry.proto.errors import ConfigError
 from kvferry.proto.kv_events import HashForm
 from kvferry.proto.kv_events_codec import EventEncoding
 from kvferry.proto.kv_events_endpoint import (
@@ -210,13 +210,9 @@ class ServiceConfig:
         require_safe_bind(self.bind, self.insecure, self.credentials)
         if self.credentials is not None:
             server_ssl_context(self.credentials)
-        if self.insecure or is_loopback(self.bind) or self.num_ranks == self.num_instances:
-            return
-        raise InsecureBindError(
-            "several ranks of an instance exchange rows in plaintext, whatever the credentials",
-            given=self.bind,
-            allowed="127.0.0.1, ::1 or localhost; layouts of one rank; any address with --insecure",
-        )
+        # Metrics, and the rows that several ranks of an instance exchange, have no TLS.
+        if self.metrics_port is not None or self.num_ranks > self.num_instances:
+            require_safe_plain_bind(self.bind, self.insecure)
 
     def with_model(self, model: str) -> "ServiceConfig":
         """Return the same settings for another model."""

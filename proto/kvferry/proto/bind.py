@@ -9,7 +9,22 @@ from kvferry.proto.errors import InsecureBindError
 _EVERY_INTERFACE = ("0.0.0.0", "::")
 
 
-def require_safe_bind(host: str, insecure: bool, credentials: Credentials | None = None) -> None:
+def require_safe_plain_bind(host: str, insecure: bool) -> None:
+    """Refuse to let a server listen beyond this machine that speaks plaintext only.
+
+    Raises:
+        InsecureBindError: `host` is not loopback and `insecure` is False.
+    """
+    if not insecure and not is_loopback(host):
+        raise InsecureBindError(
+            "this would be read by anyone on the network: it travels in plaintext, with "
+            "credentials or without",
+            given=host,
+            allowed="127.0.0.1, ::1 or localhost; any address with --insecure",
+        )
+
+
+def require_safe_bind(host: str, insecure: bool, credentials: Credentials | None) -> None:
     """Refuse to listen beyond this machine where anyone could come in.
 
     That is so unless credentials tell clients apart or the operator said `insecure`. A

@@ -82,10 +82,18 @@ def test_credentials_that_tell_clients_apart_allow_a_bind_beyond_loopback(tmp_pa
     files = CertificateFolder(tmp_path)
     secured = replace(CONFIG, bind="0.0.0.0", credentials=files.mutual())
     assert not secured.insecure
-    # Ranks of one instance exchange rows over torch.distributed, which has no TLS.
-    with pytest.raises(InsecureBindError, match="exchange rows in plaintext"):
-        replace(secured, decode_layout=Layout(block_tokens=16, dcp=2))
-    assert replace(secured, decode_layout=Layout(block_tokens=16, dcp=2), insecure=True).insecure
+
+
+@pytest.mark.parametrize(
+    "change", [{"decode_layout": Layout(block_tokens=16, dcp=2)}, {"metrics_port": 0}]
+)
+def test_what_travels_in_plaintext_beyond_loopback_needs_insecure_beside_credentials(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    secured = replace(CONFIG, bind="0.0.0.0", credentials=CertificateFolder(tmp_path).mutual())
+    with pytest.raises(InsecureBindError, match="travels in plaintext"):
+        replace(secured, **change)
+    assert replace(secured, insecure=True, **change).bind == "0.0.0.0"
 
 
 def test_a_service_needs_a_certificate_to_speak_tls(tmp_path: Path) -> None:

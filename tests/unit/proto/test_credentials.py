@@ -157,6 +157,6 @@ def test_beyond_loopback_a_server_must_know_its_clients(files: CertificateFolder
 
 def test_without_credentials_the_refusal_names_what_is_missing() -> None:
     with pytest.raises(InsecureBindError) as caught:
-        require_safe_bind("0.0.0.0", False)
+        require_safe_bind("0.0.0.0", False, None)
     for option in ("--tls-cert", "--tls-key", "--tls-ca", "--token-file", "--insecure"):
         assert option in caught.value.allowed
