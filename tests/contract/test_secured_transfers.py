@@ -350,14 +350,37 @@ def test_a_server_keeps_its_certificate_while_the_new_one_does_not_fit_its_key(
     peers.client(client_credentials).describe(address, timeout_s=TIMEOUT_S)
 
 
-def test_a_server_takes_a_new_token_while_it_serves(files: CertificateFolder, peers: Peers) -> None:
-    credentials = files.mutual(token_file=files.token_file("first"))
+def test_the_token_changes_while_all_go_on_and_then_the_old_one_is_refused(
+    files: CertificateFolder, strangers: CertificateFolder, peers: Peers
+) -> None:
+    credentials = files.mutual(token_file=files.token_file("old"))
+    address, client = peers.serving(credentials), peers.client(credentials)
+    other = peers.client(files.mutual(token_file=strangers.token_file("old")))
+    for ours, theirs in (
+        ("old\nnew", "old"),
+        ("new\nold", "old"),
+        ("new\nold", "new"),
+        ("new", "new"),
+    ):
+        files.token_file(ours)
+        strangers.token_file(theirs)
+        client.describe(address, timeout_s=TIMEOUT_S)
+        other.describe(address, timeout_s=TIMEOUT_S)
+    strangers.token_file("old")
+    assert refusal(other, address).given == "another one"
+
+
+def test_a_token_file_that_is_gone_leaves_the_token_as_it_was(
+    files: CertificateFolder, peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    credentials = files.mutual(token_file=files.token_file())
     address, client = peers.serving(credentials), peers.client(credentials)
     client.describe(address, timeout_s=TIMEOUT_S)
-    files.token_file("second")
-    # The client hears it once, and reads the file anew.
-    refusal(client, address)
-    client.describe(address, timeout_s=TIMEOUT_S)
+    (files.folder / "token").unlink()
+    for _ in range(2):
+        client.describe(address, timeout_s=TIMEOUT_S)
+    assert len(caplog.messages) == 2  # the client's and the server's
+    assert caplog.messages[0].startswith("the tokens stay as they were, since the new ones fail")
 
 
 def test_a_server_beyond_loopback_needs_no_insecure_where_it_knows_its_clients(

@@ -37,7 +37,8 @@ class Credentials:
     the authorities that its machine trusts."""
 
     token_file: Path | None = None
-    """File that holds the bearer token: clients send it with every call, servers refuse others."""
+    """File of bearer tokens, one a line: clients send the first with every call, servers take any
+    of them. More than one is for changing it."""
 
     server_name: str = DEFAULT_SERVER_NAME
     """Name that the certificate of every server must hold, wherever it is reached."""
@@ -63,29 +64,32 @@ class Credentials:
         if not self.server_name:
             raise ConfigError("the name of the servers is empty", allowed=DEFAULT_SERVER_NAME)
         client_ssl_context(self)
-        self.read_token()
+        if self.token_file is not None:
+            self.read_tokens()
 
     @property
     def proves_clients(self) -> bool:
         """Whether a server with these knows its clients: by their certificates or by the token."""
         return self.ca is not None or self.token_file is not None
 
-    def read_token(self) -> str | None:
-        """Return the token as the file has it now; None without a file.
+    def read_tokens(self) -> tuple[str, ...]:
+        """Return the tokens as the file has them now, at least one.
 
         Raises:
-            ConfigError: the file cannot be read, or its text cannot be a token.
+            ConfigError: the file cannot be read, or has no tokens.
         """
-        if self.token_file is None:
-            return None
+        assert self.token_file is not None
         _require_readable(self.token_file)
-        token = self.token_file.read_text(encoding="utf-8", errors="replace").strip()
-        if not token or not token.isascii() or not token.isprintable() or " " in token:
+        text = self.token_file.read_text(encoding="utf-8", errors="replace")
+        tokens = tuple(line.strip() for line in text.splitlines() if line.strip())
+        if not tokens or not all(map(_is_token, tokens)):
             # The text itself is a secret.
             raise ConfigError(
-                "the file holds no token", given=str(self.token_file), allowed="one word of ASCII"
+                "the file holds no token",
+                given=str(self.token_file),
+                allowed="a token of printable ASCII, without spaces, in each line",
             )
-        return token
+        return tokens
 
 
 def server_ssl_context(credentials: Credentials) -> ssl.SSLContext:
@@ -160,6 +164,10 @@ def _require_readable(path: Path) -> None:
         path.open("rb").close()
     except OSError as error:
         raise ConfigError(f"cannot read a file: {error.strerror}", given=str(path)) from None
+
+
+def _is_token(text: str) -> bool:
+    return text.isascii() and text.isprintable() and " " not in text
 
 
 def _text(path: Path | None) -> str | None:

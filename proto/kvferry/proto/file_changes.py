@@ -5,22 +5,25 @@ from pathlib import Path
 
 
 class FileChanges:
-    """Remembers the state of some files, from construction on.
-
-    Raises:
-        OSError: one of them is not there; so does `changed`.
-    """
+    """Remembers the state of some files, from construction on."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._paths = tuple(paths)
         self._seen = self._state()
 
     def changed(self) -> bool:
-        """Return whether any file was written or replaced since this was last asked."""
+        """Return whether any file was written, replaced or removed since this was last asked."""
         before, self._seen = self._seen, self._state()
         return self._seen != before
 
-    def _state(self) -> tuple[tuple[int, int], ...]:
-        states = (path.stat() for path in self._paths)
-        # Whatever writes, renames or permits a file changes its ctime.
-        return tuple((state.st_ino, state.st_ctime_ns) for state in states)
+    def _state(self) -> tuple[tuple[int, int] | None, ...]:
+        return tuple(map(_state_of, self._paths))
+
+
+def _state_of(path: Path) -> tuple[int, int] | None:
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    # Whatever writes, renames or permits a file changes its ctime.
+    return state.st_ino, state.st_ctime_ns

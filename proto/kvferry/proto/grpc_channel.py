@@ -10,14 +10,15 @@ from typing import Any
 import grpc
 
 from kvferry.proto.credentials import Credentials, client_ssl_context
+from kvferry.proto.current_tokens import CurrentTokens
 from kvferry.proto.grpc_options import CHANNEL_OPTIONS
-from kvferry.proto.grpc_status import token_metadata
+from kvferry.proto.grpc_status import TOKEN_METADATA_KEY, bearer
 
 
 def open_channel(address: str, credentials: Credentials | None) -> grpc.Channel:
     """Return a channel to `address` ("host:port"); it connects at its first call.
 
-    The files are read now, and never again for this channel: after a change open another.
+    Certificates are read now, and never again for this channel: after a change open another.
 
     Raises:
         ConfigError: a file cannot be used.
@@ -40,8 +41,9 @@ def open_channel(address: str, credentials: Credentials | None) -> grpc.Channel:
         # Peers' addresses change, the name in their certificates does not.
         options=(*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", credentials.server_name)),
     )
-    token = credentials.read_token()
-    return channel if token is None else grpc.intercept_channel(channel, _WithToken(token))
+    if credentials.token_file is None:
+        return channel
+    return grpc.intercept_channel(channel, _WithToken(CurrentTokens(credentials)))
 
 
 class _WithToken(
@@ -52,8 +54,8 @@ class _WithToken(
 ):
     """Adds the token to every call; gRPC's own call credentials start a thread for each."""
 
-    def __init__(self, token: str) -> None:
-        self._metadata = token_metadata(token)
+    def __init__(self, tokens: CurrentTokens) -> None:
+        self._tokens = tokens
 
     def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
         """Start the call with the token."""
@@ -72,4 +74,5 @@ class _WithToken(
         return continuation(self._with_token(details), requests)
 
     def _with_token(self, details: Any) -> Any:
-        return details._replace(metadata=(*(details.metadata or ()), *self._metadata))
+        token = (TOKEN_METADATA_KEY, bearer(self._tokens.read()[0]))
+        return details._replace(metadata=(*(details.metadata or ()), token))

@@ -13,6 +13,7 @@ import grpc
 
 from kvferry.proto.bind import join_address
 from kvferry.proto.credentials import Credentials, server_ssl_context
+from kvferry.proto.current_tokens import CurrentTokens
 from kvferry.proto.errors import ConfigError, CredentialsError, KvferryError, MessageTooLargeError
 from kvferry.proto.file_changes import FileChanges
 from kvferry.proto.grpc_options import SERVER_OPTIONS
@@ -20,8 +21,8 @@ from kvferry.proto.grpc_status import (
     ERROR_METADATA_KEY,
     MAX_DETAILS_CHARS,
     TOKEN_METADATA_KEY,
+    bearer,
     encode_error,
-    token_metadata,
 )
 from kvferry.proto.listening import why_not_listening
 
@@ -49,11 +50,13 @@ def make_server(
     Raises:
         ConfigError: the token cannot be read.
     """
-    has_token = credentials is not None and credentials.token_file is not None
+    checks: list[grpc.ServerInterceptor] = []
+    if credentials is not None and credentials.token_file is not None:
+        checks.append(_TokenCheck(CurrentTokens(credentials)))
     return grpc.server(
         threads,
         options=SERVER_OPTIONS,
-        interceptors=[_TokenCheck(credentials)] if credentials is not None and has_token else None,
+        interceptors=checks,
         maximum_concurrent_rpcs=max_calls,
     )
 
@@ -151,11 +154,8 @@ class _Certificates:
 class _TokenCheck(grpc.ServerInterceptor):
     """Lets calls through that carry the service's token, and health checks."""
 
-    def __init__(self, credentials: Credentials) -> None:
-        assert credentials.token_file is not None
-        self._credentials = credentials
-        self._file = FileChanges([credentials.token_file])
-        self._expected = self._read()
+    def __init__(self, tokens: CurrentTokens) -> None:
+        self._tokens = tokens
 
     def intercept_service(
         self,
@@ -166,30 +166,17 @@ class _TokenCheck(grpc.ServerInterceptor):
         handler = continuation(handler_call_details)
         if handler is None or handler_call_details.method == HEALTH_CHECK:
             return handler
-        tokens = [
-            value
+        given = [
+            str(value).encode()
             for key, value in handler_call_details.invocation_metadata
             if key == TOKEN_METADATA_KEY
         ]
-        if not tokens:
+        if not given:
             return _refusing(handler, "the call has no token", "none")
-        if not hmac.compare_digest(str(tokens[0]).encode(), self._current()):
+        known = [bearer(token).encode() for token in self._tokens.read()]
+        if not any(hmac.compare_digest(given[0], one) for one in known):
             return _refusing(handler, "the call has another token than this service", "another one")
         return handler
-
-    def _current(self) -> bytes:
-        try:
-            if self._file.changed():
-                self._expected = self._read()
-        except (OSError, ConfigError) as error:
-            _log.warning("the server keeps its token, since the new one fails: %s", error)
-        return self._expected
-
-    def _read(self) -> bytes:
-        token = self._credentials.read_token()
-        assert token is not None
-        ((_, value),) = token_metadata(token)
-        return value.encode()
 
 
 def _refusing(handler: _Handler, message: str, given: str) -> _Handler:

@@ -63,9 +63,9 @@ _TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
 _M = TypeVar("_M", bound=Message)
 
 
-def token_metadata(token: str) -> tuple[tuple[str, str]]:
-    """Return what a client that has the token sends with every call."""
-    return ((TOKEN_METADATA_KEY, f"Bearer {token}"),)
+def bearer(token: str) -> str:
+    """Return what a client that has the token sends as `TOKEN_METADATA_KEY`."""
+    return f"Bearer {token}"
 
 
 def require_call_seconds(remaining_s: float | None) -> None:

@@ -24,7 +24,7 @@ def test_credentials_hold_no_secret_and_survive_pickling(files: CertificateFolde
     pickled = pickle.dumps(credentials)
     assert pickle.loads(pickled) == credentials
     assert TOKEN.encode() not in pickled
-    assert credentials.read_token() == TOKEN
+    assert credentials.read_tokens() == (TOKEN,)
 
 
 def test_paths_are_made_absolute(files: CertificateFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,12 @@ def test_a_key_of_another_certificate_is_refused(files: CertificateFolder) -> No
         files.mutual(key=key)
 
 
-@pytest.mark.parametrize("text", ["", "\n", "two words", "t\u00f6ken", "two\nlines"])
+def test_a_file_may_hold_several_tokens_one_a_line(files: CertificateFolder) -> None:
+    credentials = files.trusting(token_file=files.token_file("first\n\n second \r\n"))
+    assert credentials.read_tokens() == ("first", "second")
+
+
+@pytest.mark.parametrize("text", ["", "\n", "two words", "t\u00f6ken", "good\nnot good"])
 def test_a_file_without_a_token_is_refused_without_showing_it(
     files: CertificateFolder, text: str
 ) -> None:
