@@ -17,7 +17,7 @@ HEAVY = ("ray", "grpc", "torch", "transformers")
 # The modules that may load any of HEAVY. A module that is not named here decides something and
 # must run without them, so a new file is pure until somebody writes its name down.
 SHELLS = {
-    "proto": ("kvferry.proto.v1.*",),
+    "proto": ("kvferry.proto.grpc_channel", "kvferry.proto.grpc_front", "kvferry.proto.v1.*"),
     "coordinator": ("kvferry.coordinator.control_server",),
     "worker": (
         "kvferry.worker.actor",
@@ -43,6 +43,7 @@ SHELLS = {
         "kvferry.cluster.demo.check",
         "kvferry.cluster.demo.report",
         "kvferry.cluster.demo.run",
+        "kvferry.cluster.grpc_control",
         "kvferry.cluster.ray_*",
         "kvferry.cluster.serving.all_ranks",
         "kvferry.cluster.serving.rank",

@@ -10,10 +10,19 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.integration.transfer_peer import hash_of, new_worker
 from tests.pulling import pull_blocks
 
-from kvferry.proto.errors import BadInputError, ConfigError, InsecureBindError, PortTakenError
+from kvferry.proto.errors import (
+    BadInputError,
+    ConfigError,
+    InsecureBindError,
+    MessageTooLargeError,
+    PortTakenError,
+)
+from kvferry.proto.grpc_channel import open_channel
+from kvferry.proto.grpc_options import MAX_MESSAGE_BYTES, SERVER_SLACK_BYTES
 from kvferry.proto.ids import FIRST_GROUP, BlockId, Incarnation, InstanceId
 from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.actor import StoreConfig, WorkerActor
@@ -21,6 +30,8 @@ from kvferry.worker.grpc_errors import error_of_call
 from kvferry.worker.pull import BlockRun, PullOutcome
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_server import SERVICE_NAME
+
+TIMEOUT_S = 5.0
 
 
 @contextmanager
@@ -113,3 +124,60 @@ def test_a_store_instance_starts_serves_and_stops() -> None:
         assert actor.stats().of("served").num_started == 1
         actor.stop()
         assert pull_one(worker, started.address, 4).error_type == "UnavailableError"
+
+
+@pytest.mark.parametrize("num_bytes", [MAX_MESSAGE_BYTES + 1, MAX_MESSAGE_BYTES + (8 << 20)])
+def test_a_message_that_is_too_large_is_refused_with_both_sizes(
+    listening: WorkerService, caplog: pytest.LogCaptureFixture, num_bytes: int
+) -> None:
+    address = listening.serve()
+    with grpc.insecure_channel(address) as channel:
+        send: Any = channel.unary_unary(f"/{SERVICE_NAME}/Describe")
+        with pytest.raises(grpc.RpcError) as refused:
+            send(bytes(num_bytes), timeout=TIMEOUT_S)
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    error = error_of_call(refused.value, address)
+    assert type(error) is MessageTooLargeError
+    if num_bytes <= MAX_MESSAGE_BYTES + SERVER_SLACK_BYTES:
+        assert (error.given, error.allowed) == (num_bytes, MAX_MESSAGE_BYTES)
+        assert "a DescribeRequest of more bytes than this server takes" in caplog.messages[0]
+    else:
+        # gRPC refuses it, and no handler hears of it.
+        assert (error.given, error.allowed) == (num_bytes, MAX_MESSAGE_BYTES + SERVER_SLACK_BYTES)
+        assert caplog.messages == []
+
+
+def test_a_client_does_not_send_what_is_too_large(listening: WorkerService) -> None:
+    address = listening.serve()
+    with open_channel(address, None) as channel:
+        send: Any = channel.unary_unary(f"/{SERVICE_NAME}/Describe")
+        with pytest.raises(grpc.RpcError) as refused:
+            send(bytes(MAX_MESSAGE_BYTES + 1), timeout=TIMEOUT_S)
+    error = error_of_call(refused.value, address)
+    assert type(error) is MessageTooLargeError
+    assert (error.given, error.allowed) == (MAX_MESSAGE_BYTES + 1, MAX_MESSAGE_BYTES)
+
+
+@pytest.mark.parametrize("reflection", [True, False])
+def test_only_with_reflection_a_server_tells_of_its_services(
+    listening: WorkerService, reflection: bool
+) -> None:
+    asked = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE_NAME),
+    ]
+    with open_channel(listening.serve(reflection=reflection), None) as channel:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        answers = stub.ServerReflectionInfo(iter(asked), timeout=TIMEOUT_S)
+        if not reflection:
+            with pytest.raises(grpc.RpcError) as refused:
+                next(answers)
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            return
+        services = {service.name for service in next(answers).list_services_response.service}
+        assert services == {
+            SERVICE_NAME,
+            "grpc.health.v1.Health",
+            "grpc.reflection.v1alpha.ServerReflection",
+        }
+        assert b"FetchRequest" in next(answers).file_descriptor_response.file_descriptor_proto[0]

@@ -8,6 +8,7 @@ from tests.builders import make_info
 
 from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.control_server import ControlServer
+from kvferry.proto.credentials import Credentials
 from kvferry.proto.hashing import make_scheme
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import Epoch, Incarnation, InstanceId
@@ -22,6 +23,7 @@ class ClientService:
     coordinator: CoordinatorActor
     address: str
     identity: Identity
+    credentials: Credentials | None = None
     workers: dict[str, WorkerActor] = field(default_factory=dict)
 
     def add(self, name: str, role: Role, *, num_blocks: int) -> None:
@@ -33,6 +35,7 @@ class ClientService:
             identity=self.identity,
             num_blocks=num_blocks,
             block_tokens=BLOCK_TOKENS,
+            credentials=self.credentials,
         )
         started = worker.start(config)
         info = make_info(
@@ -51,13 +54,17 @@ class ClientService:
 
 
 @contextlib.contextmanager
-def running_client_service(identity: Identity, *, num_blocks: int) -> Iterator[ClientService]:
+def running_client_service(
+    identity: Identity, *, num_blocks: int, credentials: Credentials | None = None
+) -> Iterator[ClientService]:
     """A service of one store; invariants are checked at every call."""
     scheme = make_scheme(hash_block_tokens=BLOCK_TOKENS)
     coordinator = CoordinatorActor(scheme=scheme, epoch=Epoch(1), check_invariants=True)
     coordinator.start()
-    front = ControlServer(coordinator.call, bind="127.0.0.1", port=0, insecure=False)
-    running = ClientService(coordinator, front.address, identity)
+    front = ControlServer(
+        coordinator.call, bind="127.0.0.1", port=0, insecure=False, credentials=credentials
+    )
+    running = ClientService(coordinator, front.address, identity, credentials)
     running.add("store-0", "store", num_blocks=num_blocks)
     yield running
     front.stop()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ from kvferry.cluster.byte_size import parse_bytes
 from kvferry.cluster.config import DEFAULT_KV_SIZE, ServiceConfig
 from kvferry.cluster.progress import stderr_progress
 from kvferry.cluster.serving.pool_size import KvSize, LengthLimit
+from kvferry.proto.credentials import DEFAULT_SERVER_NAME, Credentials
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.layout import Layout
 from kvferry.proto.layout_text import DEFAULT_BLOCK_TOKENS, parse_layout
@@ -35,6 +37,10 @@ kvferry demo --memory-fraction 0.25 --max-model-len auto
 kvferry demo --decode 1 --prefill-layout pcp=2 --decode-layout dcp=2,interleave=4
 
 kvferry demo --address auto                    on the Ray cluster this runs in (a Ray job)
+
+kvferry demo --tls-cert tls.crt --tls-key tls.key --tls-ca ca.crt --token-file token
+
+                                               TLS with client certificates and a token
 """
 
 Prefill = Annotated[int, typer.Option(help="Prefill instances.")]
@@ -101,6 +107,27 @@ MetricsPort = Annotated[
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Allow a bind beyond loopback without credentials.")
 ]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(help="PEM file of the certificate that every process shows; all speak TLS then."),
+]
+TlsKey = Annotated[Path | None, typer.Option(help="PEM file of its private key.")]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(
+        help="PEM file of the authorities that certificates must be of; clients must have one then."
+    ),
+]
+TlsName = Annotated[
+    str, typer.Option(help="Name that servers' certificates must hold, whatever their address.")
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(help="File that holds a token, without which no call is answered; needs TLS."),
+]
+Reflection = Annotated[
+    bool, typer.Option("--reflection", help="Tell clients of the gRPC services and messages.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -126,6 +153,12 @@ def demo(
     port: Port = 0,
     metrics_port: MetricsPort = None,
     insecure: Insecure = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    tls_name: TlsName = DEFAULT_SERVER_NAME,
+    token_file: TokenFile = None,
+    reflection: Reflection = False,
     as_json: AsJson = False,
 ) -> int:
     """Serve a multi-turn conversation with prefill/decode disaggregation and check every output.
@@ -149,10 +182,20 @@ def demo(
         port=port,
         metrics_port=metrics_port,
         insecure=insecure,
+        credentials=_credentials(tls_cert, tls_key, tls_ca, tls_name, token_file),
+        reflection=reflection,
     )
     if requests < 1:
         raise ConfigError("--requests is too small", given=requests, allowed=">= 1")
     return _run(config, sampling, requests, as_json=as_json)
+
+
+def _credentials(
+    cert: Path | None, key: Path | None, ca: Path | None, name: str, token_file: Path | None
+) -> Credentials | None:
+    if cert is None and key is None and ca is None and token_file is None:
+        return None
+    return Credentials(certificate=cert, key=key, ca=ca, server_name=name, token_file=token_file)
 
 
 def _kv_size(num_blocks: int | None, kv_bytes: str | None, memory_fraction: float | None) -> KvSize:

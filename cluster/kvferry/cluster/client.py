@@ -19,6 +19,7 @@ from kvferry.cluster.client_cache import Hit, ModelCache
 from kvferry.cluster.client_lease import Lease
 from kvferry.cluster.control_client import ControlClient
 from kvferry.cluster.kv_events_subscriber import KvEventsSubscriber, SubscriberSettings
+from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import BadInputError, NotFoundError
 from kvferry.proto.identity import Identity, identity_to_plain, require_equal_identities
 from kvferry.proto.ids import InstanceId
@@ -29,21 +30,26 @@ from kvferry.worker.transfer_client import TransferClient
 __all__ = ["Ferry", "Hit", "Lease", "ModelCache", "connect"]
 
 
-def connect(address: str, *, timeout_s: float = 10.0) -> "Ferry":
+def connect(
+    address: str, *, timeout_s: float = 10.0, credentials: Credentials | None = None
+) -> "Ferry":
     """Connect to a service's control front and read its hash scheme.
 
     Args:
         address: `host:port` of the front.
         timeout_s: deadline of every call in seconds (at most 300), unless the call takes its own.
+        credentials: for a service that speaks TLS: at least the authorities of its certificates;
+            None speaks plaintext.
 
     Raises:
-        ConfigError: a malformed address or timeout.
+        ConfigError: a malformed address or timeout, or a file that cannot be used.
+        CredentialsError: one side does not take the other's certificate or token.
         UnavailableError: nobody listens there.
         DeadlineError: no answer within `timeout_s`.
     """
-    control = ControlClient(address, timeout_s)
+    control = ControlClient(address, timeout_s, credentials)
     try:
-        return Ferry(control)
+        return Ferry(control, credentials)
     except BaseException:
         control.close()
         raise
@@ -52,9 +58,9 @@ def connect(address: str, *, timeout_s: float = 10.0) -> "Ferry":
 class Ferry:
     """A connection to one service; made by `connect`. Thread-safe. Close it, or use `with`."""
 
-    def __init__(self, control: ControlClient) -> None:
+    def __init__(self, control: ControlClient, credentials: Credentials | None) -> None:
         self._control = control
-        self._transfer = TransferClient()
+        self._transfer = TransferClient(credentials)
         self.scheme: HashScheme = self.describe().scheme
 
     def __enter__(self) -> Self:

@@ -6,7 +6,8 @@ from typing import get_args
 
 from kvferry.cluster.serving.limits import Policy
 from kvferry.cluster.serving.pool_size import KvSize, LengthLimit
-from kvferry.proto.bind import is_loopback, require_safe_bind
+from kvferry.proto.bind import is_loopback, require_safe_bind, require_safe_plain_bind
+from kvferry.proto.credentials import Credentials, server_ssl_context
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.kv_events import HashForm
 from kvferry.proto.kv_events_codec import EventEncoding
@@ -82,7 +83,8 @@ class ServiceConfig:
 
     Raises:
         ConfigError: a value is out of range; the message names it.
-        InsecureBindError: `bind` is beyond loopback and `insecure` is not set.
+        InsecureBindError: `bind` is beyond loopback, `insecure` is not set, and the credentials do
+            not keep strangers out.
     """
 
     model: str
@@ -138,6 +140,12 @@ class ServiceConfig:
     insecure: bool = False
     """Allow a bind beyond loopback without credentials."""
 
+    credentials: Credentials | None = None
+    """Speak TLS between all processes, with files that every node has at the same paths."""
+
+    reflection: bool = False
+    """Tell clients of the gRPC services and messages."""
+
     ray_address: str = "local"
     """`local` starts a Ray cluster of our own; `auto` or host:port joins one."""
 
@@ -192,11 +200,19 @@ class ServiceConfig:
                 given=self.ray_address,
                 allowed="local, auto or host:port",
             )
-        require_safe_bind(self.bind, self.insecure)
+        self._require_safe_servers()
         if self.sample_block_every is not None:
             _at_least(self, 1, "sample_block_every")
         if self.kv_events is not None:
             self.kv_events.require_usable(insecure=self.insecure, num_instances=self.num_instances)
+
+    def _require_safe_servers(self) -> None:
+        require_safe_bind(self.bind, self.insecure, self.credentials)
+        if self.credentials is not None:
+            server_ssl_context(self.credentials)
+        # Metrics, and the rows that several ranks of an instance exchange, have no TLS.
+        if self.metrics_port is not None or self.num_ranks > self.num_instances:
+            require_safe_plain_bind(self.bind, self.insecure)
 
     def with_model(self, model: str) -> "ServiceConfig":
         """Return the same settings for another model."""
@@ -240,7 +256,8 @@ def require_reachable_bind(bind: str, node_hosts: frozenset[str]) -> None:
         "the cluster has nodes at several addresses, and what listens on loopback is reached from "
         "none but its own",
         given={"bind": bind, "nodes": sorted(node_hosts)},
-        allowed="--bind 0.0.0.0 --insecure (on a private network), or a cluster of one machine",
+        allowed="--bind 0.0.0.0 with credentials or (on a private network) with --insecure, or a "
+        "cluster of one machine",
     )
 
 

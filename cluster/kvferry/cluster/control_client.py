@@ -7,16 +7,15 @@ import re
 from numbers import Real
 from typing import TypeVar
 
-import grpc
-
+from kvferry.cluster.grpc_control import ControlConnection
 from kvferry.proto import control_codec as codec
+from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import (
     BadInputError,
     ConfigError,
     KvferryError,
     UnavailableError,
 )
-from kvferry.proto.grpc_options import CHANNEL_OPTIONS
 from kvferry.proto.grpc_status import MAX_CALL_S
 from kvferry.proto.messages import (
     AcquireLease,
@@ -30,7 +29,6 @@ from kvferry.proto.messages import (
 )
 from kvferry.proto.v1 import control_pb2 as pb
 from kvferry.proto.v1 import control_pb2_grpc
-from kvferry.worker.grpc_errors import error_of_call
 
 _R = TypeVar("_R")
 
@@ -71,17 +69,19 @@ class ControlClient:
     Args:
         address: `host:port` of the front (`[host]:port` for IPv6).
         timeout_s: deadline of each call in seconds, at most `MAX_CALL_S`.
+        credentials: what this client shows to the front, and asks of it; None speaks plaintext.
 
     Raises:
         ConfigError: the address is not of that form, or the timeout out of range.
     """
 
-    def __init__(self, address: str, timeout_s: float) -> None:
+    def __init__(
+        self, address: str, timeout_s: float, credentials: Credentials | None = None
+    ) -> None:
         self.address = _require_address(address)
         self.timeout_s = require_timeout(timeout_s)
         self._is_closed = False
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub = control_pb2_grpc.ControlStub(self._channel)
+        self._connection = ControlConnection(address, credentials)
 
     def call(self, command: Command, timeout_s: float | None = None) -> Reply:
         """Carry out one command and return the coordinator's reply.
@@ -93,15 +93,16 @@ class ControlClient:
         Raises:
             BadInputError: a command that does not travel this way, or a field of a wrong kind.
             UnavailableError: nobody answers at the address, or this client is closed.
+            CredentialsError: one side does not take the other's certificate or token.
             DeadlineError: no answer within the deadline.
             KvferryError: whatever the coordinator refused the command with.
         """
         if self._is_closed:
             raise UnavailableError("this client is closed", given=self.address)
         try:
-            return self._exchange(command, self.timeout_s if timeout_s is None else timeout_s)
-        except grpc.RpcError as error:
-            raise error_of_call(error, self.address) from None
+            with self._connection.stub() as stub:
+                deadline_s = self.timeout_s if timeout_s is None else timeout_s
+                return _exchange(stub, command, deadline_s)
         except (TypeError, ValueError) as error:
             if isinstance(error, KvferryError):
                 raise
@@ -122,28 +123,28 @@ class ControlClient:
     def close(self) -> None:
         """Close the channel. Repeatable. Calls under way end with UnavailableError."""
         self._is_closed = True
-        self._channel.close()
+        self._connection.close()
 
-    def _exchange(self, command: Command, timeout: float) -> Reply:
-        stub = self._stub
-        match command:
-            case Describe():
-                description = stub.Describe(pb.DescribeRequest(), timeout=timeout)
-                return codec.description_from_pb(description)
-            case Locate():
-                located = stub.Locate(codec.locate_to_pb(command), timeout=timeout)
-                return codec.located_from_pb(located)
-            case AcquireLease():
-                leased = stub.AcquireLease(codec.acquire_lease_to_pb(command), timeout=timeout)
-                return codec.leased_from_pb(leased)
-            case RenewLease():
-                leased = stub.RenewLease(codec.renew_lease_to_pb(command), timeout=timeout)
-                return codec.leased_from_pb(leased)
-            case ReleaseLease():
-                done = stub.ReleaseLease(codec.release_lease_to_pb(command), timeout=timeout)
-                return codec.done_from_pb(done)
-        raise BadInputError(
-            "this command does not travel over the control front",
-            given=type(command).__name__,
-            allowed=["Describe", "Locate", "AcquireLease", "RenewLease", "ReleaseLease"],
-        )
+
+def _exchange(stub: control_pb2_grpc.ControlStub, command: Command, timeout: float) -> Reply:
+    match command:
+        case Describe():
+            description = stub.Describe(pb.DescribeRequest(), timeout=timeout)
+            return codec.description_from_pb(description)
+        case Locate():
+            located = stub.Locate(codec.locate_to_pb(command), timeout=timeout)
+            return codec.located_from_pb(located)
+        case AcquireLease():
+            leased = stub.AcquireLease(codec.acquire_lease_to_pb(command), timeout=timeout)
+            return codec.leased_from_pb(leased)
+        case RenewLease():
+            leased = stub.RenewLease(codec.renew_lease_to_pb(command), timeout=timeout)
+            return codec.leased_from_pb(leased)
+        case ReleaseLease():
+            done = stub.ReleaseLease(codec.release_lease_to_pb(command), timeout=timeout)
+            return codec.done_from_pb(done)
+    raise BadInputError(
+        "this command does not travel over the control front",
+        given=type(command).__name__,
+        allowed=["Describe", "Locate", "AcquireLease", "RenewLease", "ReleaseLease"],
+    )

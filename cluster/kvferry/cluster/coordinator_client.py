@@ -5,37 +5,34 @@ A call of a Ray actor takes longer than all that the coordinator does in an engi
 
 from functools import cached_property
 
-import grpc
-
-from kvferry.proto.grpc_options import CHANNEL_OPTIONS
+from kvferry.cluster.grpc_control import ControlConnection
+from kvferry.proto.credentials import Credentials
 from kvferry.proto.messages import Command, Reply
 from kvferry.proto.packed_messages import SCHEMA, pack_command, unpack_reply
 from kvferry.proto.v1 import control_pb2 as pb
-from kvferry.proto.v1 import control_pb2_grpc
-from kvferry.worker.grpc_errors import error_of_call
 
 
 class CoordinatorClient:
-    """`CoordinatorPort` over a control front at `address` (host:port). Travels as the address."""
+    """`CoordinatorPort` over a control front at `address` (host:port).
 
-    def __init__(self, address: str) -> None:
+    Travels as the address and the places of the credentials.
+    """
+
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self.address = address
+        self._credentials = credentials
 
-    def __reduce__(self) -> tuple[type["CoordinatorClient"], tuple[str]]:
-        """Travel without the channel."""
-        return CoordinatorClient, (self.address,)
+    def __reduce__(self) -> tuple[type["CoordinatorClient"], tuple[str, Credentials | None]]:
+        """Travel without the connection."""
+        return CoordinatorClient, (self.address, self._credentials)
 
     def call(self, command: Command, *, timeout_s: float) -> Reply:
         """Have a command of an engine or a store executed; see `CoordinatorPort.call`."""
         request = pb.ExecuteRequest(schema=SCHEMA, command=pack_command(command))
-        try:
-            reply = self._stub.Execute(request, timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise error_of_call(error, self.address) from None
+        with self._connection.stub() as stub:
+            reply = stub.Execute(request, timeout=timeout_s)
         return unpack_reply(reply.reply)
 
     @cached_property
-    def _stub(self) -> control_pb2_grpc.ControlStub:
-        return control_pb2_grpc.ControlStub(
-            grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
-        )
+    def _connection(self) -> ControlConnection:
+        return ControlConnection(self.address, self._credentials)

@@ -144,7 +144,7 @@ class RayService:
             f"starting {len(roles)} instances of {self.config.num_ranks} ranks: "
             "loading the model in each"
         )
-        coordinator = CoordinatorClient(self.control_address)
+        coordinator = CoordinatorClient(self.control_address, self.config.credentials)
         starting = {rank.start.remote(coordinator): i for i, rank in self._ranks.items()}
         self.instances = self._all_started(starting, deadline)
 
@@ -160,7 +160,12 @@ class RayService:
             sample_block_every=config.sample_block_every,
         )
         front = functools.partial(
-            ControlServer, bind=config.bind, port=config.port, insecure=config.insecure
+            ControlServer,
+            bind=config.bind,
+            port=config.port,
+            insecure=config.insecure,
+            credentials=config.credentials,
+            reflection=config.reflection,
         )
         ref: Any = self._coordinator.start.remote(front=front, outlet=self._outlet())
         get(ref, timeout_s=COORDINATOR_START_TIMEOUT_S, who="the coordinator")
@@ -235,19 +240,23 @@ class RayService:
             bind=config.bind,
             insecure=config.insecure,
             serves_metrics=config.metrics_port is not None,
+            credentials=config.credentials,
+            reflection=config.reflection,
             rank_timeout_s=config.rank_timeout_s,
         )
 
     def _environment(self, threads: int) -> dict[str, dict[str, str]]:
         # PYTHONHASHSEED must be there before the interpreter starts. OpenMP threads of several
         # processes spin against each other, so each rank gets its share of the cores.
-        return {
-            "env_vars": {
-                "PYTHONHASHSEED": self.config.hash_seed,
-                "OMP_NUM_THREADS": str(threads),
-                "TOKENIZERS_PARALLELISM": "false",
-            }
+        variables = {
+            "PYTHONHASHSEED": self.config.hash_seed,
+            "OMP_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
         }
+        if self.config.credentials is not None and "GRPC_VERBOSITY" not in os.environ:
+            # Nobody but gRPC hears why a server refused a handshake, and it says so from info on.
+            variables["GRPC_VERBOSITY"] = "info"
+        return {"env_vars": variables}
 
     def _all_started(
         self, starting: dict[Any, InstanceId], deadline: float

@@ -8,14 +8,15 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import NoReturn, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvferry.proto import control_codec as codec
-from kvferry.proto.bind import require_safe_bind
+from kvferry.proto.bind import join_address, require_safe_bind
+from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import (
     BadInputError,
     ConfigError,
@@ -23,15 +24,8 @@ from kvferry.proto.errors import (
     KvferryError,
     MismatchError,
 )
-from kvferry.proto.grpc_options import SERVER_OPTIONS
-from kvferry.proto.grpc_status import (
-    ERROR_METADATA_KEY,
-    MAX_DETAILS_CHARS,
-    decode_message,
-    encode_error,
-    require_call_seconds,
-)
-from kvferry.proto.listening import why_not_listening
+from kvferry.proto.grpc_front import abort, add_reflection, listen, make_server
+from kvferry.proto.grpc_status import decode_message, require_call_seconds
 from kvferry.proto.messages import (
     AcquireLease,
     Command,
@@ -66,38 +60,44 @@ class ControlServer:
             threads at once.
         bind: host to listen on.
         port: TCP port; 0 takes any free one.
-        insecure: allows a host beyond loopback.
+        insecure: allows a host beyond loopback without credentials that tell clients apart.
+        credentials: speak TLS with these; None speaks plaintext.
+        reflection: tell clients of the services and messages.
 
     Raises:
-        InsecureBindError: `bind` is beyond loopback and `insecure` is False.
-        ConfigError: the port is out of range.
+        InsecureBindError: as `require_safe_bind`.
+        ConfigError: the port is out of range, or the credentials cannot be used.
         PortTakenError: another process listens on the port.
 
     """
 
     def __init__(
-        self, call: Callable[[Command], Reply], *, bind: str, port: int, insecure: bool
+        self,
+        call: Callable[[Command], Reply],
+        *,
+        bind: str,
+        port: int,
+        insecure: bool,
+        credentials: Credentials | None = None,
+        reflection: bool = False,
     ) -> None:
-        require_safe_bind(bind, insecure)
+        require_safe_bind(bind, insecure, credentials)
         if not 0 <= port <= 65535:
             raise ConfigError("port out of range", given=port, allowed="0 to 65535")
         self._health = health.HealthServicer()
-        self._server = grpc.server(
+        self._server = make_server(
             ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="control"),
-            options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
+            credentials,
+            max_calls=MAX_CONCURRENT_CALLS,
         )
         self._server.add_generic_rpc_handlers((_Handlers(call).as_grpc(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        host = f"[{bind}]" if ":" in bind else bind
-        try:
-            bound_port = self._server.add_insecure_port(f"{host}:{port}")
-        except RuntimeError as error:
-            raise why_not_listening(bind, port, error) from error
+        if reflection:
+            add_reflection(self._server, [SERVICE_NAME, health.SERVICE_NAME])
+        self.address = join_address(bind, listen(self._server, bind, port, credentials))
         self._server.start()
         for name in ("", SERVICE_NAME):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        self.address = f"{host}:{bound_port}"
 
     def stop(self) -> None:
         """Report NOT_SERVING, let calls under way end for `STOP_GRACE_S`, and close. Repeatable."""
@@ -191,12 +191,6 @@ def _guarded(
             failure = InvariantError(
                 "the coordinator failed", given=f"{type(error).__name__}: {error}"
             )
-        _abort(context, failure)
+        abort(context, failure)
 
     return answer
-
-
-def _abort(context: grpc.ServicerContext, error: KvferryError) -> NoReturn:
-    context.set_trailing_metadata(((ERROR_METADATA_KEY, encode_error(error)),))
-    context.abort(grpc.StatusCode[error.grpc_status], str(error)[:MAX_DETAILS_CHARS])
-    raise AssertionError("abort returned")

@@ -8,6 +8,8 @@
     │   ├── PromptTooLongError      longer than the model's limit
     │   ├── NeverFitsError          a request larger than the whole pool
     │   ├── InsecureBindError       a non-loopback bind without credentials or --insecure
+    │   ├── CredentialsError        a certificate or token that one side does not take
+    │   ├── MessageTooLargeError    a message beyond what one side takes
     │   ├── PortTakenError          another process listens on the port
     │   ├── ResourcesError          the cluster cannot place what was asked for
     │   └── MismatchError           two sides that must agree do not; both values are shown
@@ -110,6 +112,18 @@ class NeverFitsError(BadInputError):
 
 class InsecureBindError(BadInputError):
     """A bind beyond loopback without credentials or `--insecure`."""
+
+
+class CredentialsError(BadInputError):
+    """One side does not take the other's certificate or token, or only one of them speaks TLS."""
+
+    grpc_status = "UNAUTHENTICATED"
+
+
+class MessageTooLargeError(BadInputError):
+    """A message of more bytes than one side takes; `given` and `allowed` hold both numbers."""
+
+    grpc_status = "RESOURCE_EXHAUSTED"
 
 
 class PortTakenError(BadInputError):

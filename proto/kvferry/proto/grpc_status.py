@@ -4,6 +4,7 @@ Knows gRPC only by the names of its status codes, so both fronts and both client
 """
 
 import json
+import re
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -11,16 +12,20 @@ from google.protobuf.message import DecodeError, Message
 from kvferry.proto.errors import (
     BadInputError,
     BusyError,
+    CredentialsError,
     DeadlineError,
     KvferryError,
+    MessageTooLargeError,
     MismatchError,
     NotFoundError,
     StaleError,
     TransferError,
     UnavailableError,
 )
+from kvferry.proto.grpc_options import MAX_MESSAGE_BYTES
 
 ERROR_METADATA_KEY = "kvferry-error-bin"
+TOKEN_METADATA_KEY = "authorization"
 
 # A call holds a thread of the front until it ends, so nobody may hold one much longer than work
 # takes. A client may ask for exactly this much; gRPC rounds deadlines up on their way.
@@ -39,7 +44,7 @@ _CLASS_OF_STATUS: dict[str, type[KvferryError]] = {
     "INVALID_ARGUMENT": BadInputError,
     "OUT_OF_RANGE": BadInputError,
     "UNIMPLEMENTED": BadInputError,
-    "UNAUTHENTICATED": BadInputError,
+    "UNAUTHENTICATED": CredentialsError,
     "PERMISSION_DENIED": BadInputError,
     "FAILED_PRECONDITION": MismatchError,
     "ABORTED": StaleError,
@@ -52,7 +57,15 @@ _CLASS_OF_STATUS: dict[str, type[KvferryError]] = {
 }
 
 
+# How gRPC words its own refusal of a message, on either side.
+_TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
+
 _M = TypeVar("_M", bound=Message)
+
+
+def bearer(token: str) -> str:
+    """Return what a client that has the token sends as `TOKEN_METADATA_KEY`."""
+    return f"Bearer {token}"
 
 
 def require_call_seconds(remaining_s: float | None) -> None:
@@ -81,8 +94,15 @@ def decode_message(kind: type[_M], data: bytes) -> _M:
     internal error.
 
     Raises:
+        MessageTooLargeError: more bytes than `MAX_MESSAGE_BYTES`.
         BadInputError: the bytes are no message of that kind.
     """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageTooLargeError(
+            f"a {kind.DESCRIPTOR.name} of more bytes than this server takes",
+            given=len(data),
+            allowed=MAX_MESSAGE_BYTES,
+        )
     try:
         return kind.FromString(data)
     except DecodeError as error:
@@ -117,6 +137,10 @@ def error_from_status(status: str, details: str, encoded: bytes | None) -> Kvfer
     except ValueError:
         plain = None
     if not isinstance(plain, dict):
+        too_large = _TOO_LARGE.search(details)
+        if too_large:
+            num_bytes, most = map(int, too_large.groups())
+            return MessageTooLargeError(details, given=num_bytes, allowed=most)
         return fallback(details or "the call failed", given=status)
     error_class = _CLASS_OF_NAME.get(str(plain.get("type")), fallback)
     return error_class(

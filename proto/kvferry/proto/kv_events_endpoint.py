@@ -1,6 +1,6 @@
 """Where KV events are published: what an endpoint's text means."""
 
-from kvferry.proto.bind import require_safe_bind
+from kvferry.proto.bind import require_safe_plain_bind
 from kvferry.proto.errors import ConfigError
 
 LOCAL_TRANSPORTS = ("ipc://", "inproc://")
@@ -23,7 +23,7 @@ def require_safe_endpoint(endpoint: str, insecure: bool) -> None:
         InsecureBindError: the host is not loopback and `insecure` is False.
     """
     if not endpoint.startswith(LOCAL_TRANSPORTS):
-        require_safe_bind(_split_tcp(endpoint)[0], insecure)
+        require_safe_plain_bind(_split_tcp(endpoint)[0], insecure)
 
 
 def endpoint_of_rank(endpoint: str, rank: int) -> str:

@@ -46,6 +46,9 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, s
         ("--port", "65536", "ConfigError"),
         ("--bind", "0.0.0.0", "InsecureBindError"),
         ("--bind", "example.org", "InsecureBindError"),
+        ("--tls-cert", "no-such.crt", "ConfigError"),
+        ("--tls-ca", "no-such.crt", "ConfigError"),
+        ("--token-file", "no-such-token", "ConfigError"),
         ("--unknown", "1", "BadInputError"),
     ],
 )
@@ -79,6 +82,7 @@ def test_the_version_and_the_examples_are_shown(capsys: pytest.CaptureFixture[st
     code, out, _ = run(capsys, "demo", "--help")
     assert code == 0
     assert "kvferry demo --address auto" in out
+    assert "kvferry demo --tls-cert tls.crt --tls-key tls.key" in out
     code, out, _ = run(capsys, "bench", "core", "--help")
     assert code == 0
     assert "kvferry bench core --json" in out

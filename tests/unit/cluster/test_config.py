@@ -1,8 +1,10 @@
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.certificates import CertificateFolder
 
 from kvferry.cluster.config import KvEventsConfig, ServiceConfig, require_reachable_bind
 from kvferry.proto.errors import ConfigError, InsecureBindError
@@ -74,6 +76,29 @@ def test_a_bind_beyond_loopback_needs_to_be_asked_for() -> None:
         replace(CONFIG, bind="0.0.0.0")
     assert caught.value.given == "0.0.0.0"
     assert replace(CONFIG, bind="0.0.0.0", insecure=True).bind == "0.0.0.0"
+
+
+def test_credentials_that_tell_clients_apart_allow_a_bind_beyond_loopback(tmp_path: Path) -> None:
+    files = CertificateFolder(tmp_path)
+    secured = replace(CONFIG, bind="0.0.0.0", credentials=files.mutual())
+    assert not secured.insecure
+
+
+@pytest.mark.parametrize(
+    "change", [{"decode_layout": Layout(block_tokens=16, dcp=2)}, {"metrics_port": 0}]
+)
+def test_what_travels_in_plaintext_beyond_loopback_needs_insecure_beside_credentials(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    secured = replace(CONFIG, bind="0.0.0.0", credentials=CertificateFolder(tmp_path).mutual())
+    with pytest.raises(InsecureBindError, match="travels in plaintext"):
+        replace(secured, **change)
+    assert replace(secured, insecure=True, **change).bind == "0.0.0.0"
+
+
+def test_a_service_needs_a_certificate_to_speak_tls(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a server that speaks TLS needs a certificate"):
+        replace(CONFIG, credentials=CertificateFolder(tmp_path).trusting())
 
 
 def test_instances_are_those_of_all_roles() -> None:

@@ -21,14 +21,14 @@ from kvferry.proto.grpc_status import MAX_ERROR_BYTES, encode_error, error_from_
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
 def test_loopback_may_always_be_bound(host: str) -> None:
-    require_safe_bind(host, insecure=False)
+    require_safe_bind(host, insecure=False, credentials=None)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "node-7", ""])
 def test_anything_else_needs_insecure(host: str) -> None:
     with pytest.raises(InsecureBindError, match="--insecure"):
-        require_safe_bind(host, insecure=False)
-    require_safe_bind(host, insecure=True)
+        require_safe_bind(host, insecure=False, credentials=None)
+    require_safe_bind(host, insecure=True, credentials=None)
 
 
 def test_an_error_arrives_as_its_own_class_with_both_values() -> None:

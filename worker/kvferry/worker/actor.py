@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 
+from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import Epoch, Incarnation, InstanceId
@@ -19,7 +20,8 @@ class StoreConfig:
     """What a store instance holds and where it listens.
 
     `num_blocks` includes the null block. `bind` is the address peers connect to; beyond loopback it
-    needs `insecure`.
+    needs `credentials` that tell clients apart, or `insecure`. `reflection` tells clients of the
+    services and messages.
     """
 
     instance_id: InstanceId
@@ -31,6 +33,8 @@ class StoreConfig:
     bind: str = "127.0.0.1"
     port: int = 0
     insecure: bool = False
+    credentials: Credentials | None = None
+    reflection: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +71,15 @@ class WorkerActor:
             num_blocks=config.num_blocks,
             layout=Layout(block_tokens=config.block_tokens),
         )
-        service = WorkerService(incarnation=config.incarnation, memory=memory)
-        address = service.serve(bind=config.bind, port=config.port, insecure=config.insecure)
+        service = WorkerService(
+            incarnation=config.incarnation, memory=memory, credentials=config.credentials
+        )
+        address = service.serve(
+            bind=config.bind,
+            port=config.port,
+            insecure=config.insecure,
+            reflection=config.reflection,
+        )
         self._config, self._service = config, service
         return StoreStarted(address=address, pid=os.getpid())
 

@@ -10,7 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 
-from kvferry.proto.errors import DeadlineError
+from kvferry.proto.credentials import Credentials, server_ssl_context
+from kvferry.proto.errors import ConfigError, DeadlineError
 from kvferry.worker.bulk_wire import TICKET_BYTES
 
 _log = logging.getLogger(__name__)
@@ -45,11 +46,14 @@ class Ticket:
 class BulkListener:
     """Listens from construction to `close`, at a port that the system chooses.
 
+    With credentials it speaks TLS, and reads their files anew for every connection.
+
     Raises:
         OSError: this machine cannot listen on `host`.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, credentials: Credentials | None = None) -> None:
+        self._credentials = credentials
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
@@ -98,6 +102,9 @@ class BulkListener:
         try:
             connection.settimeout(CONNECT_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._credentials is not None:
+                context = server_ssl_context(self._credentials)
+                connection = context.wrap_socket(connection, server_side=True)
             secret = _read_secret(connection)
             with self._lock:
                 ticket = self._waiting.pop(secret, None)
@@ -107,7 +114,7 @@ class BulkListener:
                     ticket.connection.set_result(connection)
                     return
             _log.warning("%s came to the bulk port without a valid ticket", peer)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             _log.warning("%s did not show a ticket at the bulk port: %s", peer, error)
         connection.close()
 

@@ -1,15 +1,13 @@
 """A Fetch whose frames go over a bulk socket: the call carries the offer and the status."""
 
-import socket
 from collections.abc import Generator, Iterator
-from contextlib import suppress
 from dataclasses import replace
 
 import grpc
 
 from kvferry.proto.errors import UnavailableError
 from kvferry.worker.bulk_listener import BulkListener
-from kvferry.worker.bulk_wire import send_frame
+from kvferry.worker.bulk_wire import send_frame, shut
 from kvferry.worker.frames import BulkOffer, Header
 from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.stall_watch import StallWatch
@@ -44,7 +42,7 @@ def send_bulk(
         yield encode_header(replace(header, offer=offer))
         connection = ticket.wait()
         # The end of the call, for whatever reason, ends a send that waits for the receiver.
-        if not context.add_callback(lambda: _shut(connection)):
+        if not context.add_callback(lambda: shut(connection)):
             return
         for part in parts:
             assert isinstance(part, OutgoingFrame)
@@ -53,8 +51,3 @@ def send_bulk(
             except OSError as error:
                 raise UnavailableError("the bulk connection broke", given=str(error)) from error
             watch.moved()
-
-
-def _shut(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)

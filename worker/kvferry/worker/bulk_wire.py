@@ -10,6 +10,7 @@ whether they were what they should be; a frame that does not count may come agai
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ssl import SSLSocket
 
 from google.protobuf.message import DecodeError
@@ -86,6 +87,13 @@ def receive_frames(
                 destination.write(segments, pieces[0])
             session.placed(segments)
         moved()
+
+
+def shut(connection: socket.socket) -> None:
+    """End a connection that another thread reads or writes."""
+    with suppress(OSError):
+        # A TLS socket's own way would let the other thread go on in plaintext for a moment.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _read_head(connection: socket.socket) -> tuple[tuple[Segment, ...], int]:

@@ -6,15 +6,17 @@ from contextlib import contextmanager
 
 import grpc
 
-from kvferry.proto.errors import UnavailableError
-from kvferry.proto.grpc_options import CHANNEL_OPTIONS
+from kvferry.proto.credentials import Credentials
+from kvferry.proto.errors import CredentialsError, UnavailableError
+from kvferry.proto.grpc_channel import open_channel
 from kvferry.worker.grpc_errors import error_of_call
 
 
 class Channels:
     """Thread-safe. Make it after a fork, never before: gRPC does not survive one."""
 
-    def __init__(self) -> None:
+    def __init__(self, credentials: Credentials | None) -> None:
+        self._credentials = credentials
         self._lock = threading.Lock()
         self._channels: dict[str, grpc.Channel] = {}
 
@@ -24,13 +26,14 @@ class Channels:
         with self._lock:
             channel = self._channels.get(address)
             if channel is None:
-                channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+                channel = open_channel(address, self._credentials)
                 self._channels[address] = channel
         try:
             yield channel
         except grpc.RpcError as failed:
-            error = error_of_call(failed, address)
-            if isinstance(error, UnavailableError):
+            error = error_of_call(failed, address, self._credentials)
+            # A fresh channel reads the files of the credentials anew.
+            if isinstance(error, UnavailableError | CredentialsError):
                 self._forget(address, channel)
             raise error from failed
 

@@ -5,14 +5,18 @@ from typing import Any, NoReturn
 
 import grpc
 
+from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import InvariantError, KvferryError
+from kvferry.proto.grpc_front import abort
 from kvferry.proto.grpc_status import (
     ERROR_METADATA_KEY,
-    MAX_DETAILS_CHARS,
-    encode_error,
     error_from_status,
     require_call_seconds,
 )
+from kvferry.proto.refused_handshake import why_no_connection
+
+# How gRPC words it, whatever the reason.
+_NOT_CONNECTED = "failed to connect"
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +36,7 @@ def abort_with(context: grpc.ServicerContext, error: Exception) -> NoReturn:
     else:
         _log.error("a transfer handler failed", exc_info=error)
         failure = InvariantError("the worker failed", given=f"{type(error).__name__}: {error}")
-    context.set_trailing_metadata(((ERROR_METADATA_KEY, encode_error(failure)),))
-    context.abort(grpc.StatusCode[failure.grpc_status], str(failure)[:MAX_DETAILS_CHARS])
+    abort(context, failure)
 
 
 def require_deadline(context: grpc.ServicerContext) -> None:
@@ -45,10 +48,20 @@ def require_deadline(context: grpc.ServicerContext) -> None:
     require_call_seconds(context.time_remaining())
 
 
-def error_of_call(failed: grpc.RpcError, address: str) -> KvferryError:
-    """Return the kvferry error behind a failed call to `address`."""
+def error_of_call(
+    failed: grpc.RpcError, address: str, credentials: Credentials | None = None
+) -> KvferryError:
+    """Return the kvferry error behind a failed call to `address` by a client with `credentials`.
+
+    Where gRPC could not connect, the server is asked why, for some seconds at most.
+    """
     call: Any = failed
+    status, details = call.code().name, str(call.details())
     encoded = next(
         (value for key, value in call.trailing_metadata() or () if key == ERROR_METADATA_KEY), None
     )
-    return error_from_status(call.code().name, f"{address}: {call.details()}", encoded)
+    if encoded is None and status == "UNAVAILABLE" and _NOT_CONNECTED in details:
+        refused = why_no_connection(address, credentials)
+        if refused is not None:
+            return refused
+    return error_from_status(status, f"{address}: {details}", encoded)

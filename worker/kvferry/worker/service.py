@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import (
     BadInputError,
     ConfigError,
@@ -52,13 +53,19 @@ class WorkerService:
         incarnation: this life of the process.
         memory: the KV tensors, and the identity of what they hold.
         paths: those that it serves and pulls by, besides gRPC.
+        credentials: what it shows to its peers, and asks of them; None speaks plaintext.
 
     Attributes:
         counter: where all calls to it and by it are counted.
     """
 
     def __init__(
-        self, *, incarnation: Incarnation, memory: KvMemory, paths: Sequence[Path] = ALL_PATHS
+        self,
+        *,
+        incarnation: Incarnation,
+        memory: KvMemory,
+        paths: Sequence[Path] = ALL_PATHS,
+        credentials: Credentials | None = None,
     ) -> None:
         self.identity = memory.identity
         self.incarnation = incarnation
@@ -68,7 +75,8 @@ class WorkerService:
         self._identity_digest = self.identity.digest()
         self.counter = StatsCounter()
         self._paths = tuple(paths)
-        self._client = TransferClient(paths=paths, counter=self.counter)
+        self._credentials = credentials
+        self._client = TransferClient(credentials, paths=paths, counter=self.counter)
         self._server: TransferServer | None = None
         self._door: MemoryDoor | None = None
 
@@ -89,7 +97,14 @@ class WorkerService:
         """Say that the blocks are about to be written into; call before the first byte."""
         self.residency.mark_reused(block_ids)
 
-    def serve(self, *, bind: str = "127.0.0.1", port: int = 0, insecure: bool = False) -> str:
+    def serve(
+        self,
+        *,
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        insecure: bool = False,
+        reflection: bool = False,
+    ) -> str:
         """Start the transfer server and return its address, "host:port" with the host of `bind`.
 
         Peers connect to that address, so across machines bind this machine's own address.
@@ -101,7 +116,13 @@ class WorkerService:
         if self._server is not None:
             raise ConfigError("this worker serves already", given=self._server.address)
         self._server = TransferServer(
-            self, bind=bind, port=port, insecure=insecure, bulk="bulk" in self._paths
+            self,
+            bind=bind,
+            port=port,
+            insecure=insecure,
+            bulk="bulk" in self._paths,
+            credentials=self._credentials,
+            reflection=reflection,
         )
         has_arenas = self.memory.arena is not None and self.residency.arena is not None
         if "shm" in self._paths and has_arenas and this_place():

@@ -2,13 +2,14 @@
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
 import grpc
 
+from kvferry.proto.credentials import Credentials, client_ssl_context
 from kvferry.proto.errors import (
     DeadlineError,
     KvferryError,
@@ -20,7 +21,7 @@ from kvferry.proto.grpc_status import MAX_CALL_S
 from kvferry.proto.identity import Identity
 from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.block_io import pieces_of
-from kvferry.worker.bulk_wire import receive_frames
+from kvferry.worker.bulk_wire import receive_frames, shut
 from kvferry.worker.channels import Channels
 from kvferry.worker.checksum import checksum_of
 from kvferry.worker.destination import Destination
@@ -60,6 +61,7 @@ class TransferClient:
     """Thread-safe. Make it after a fork, never before: gRPC does not survive one.
 
     Args:
+        credentials: what this client shows to peers, and asks of them; None speaks plaintext.
         stall_s: seconds without a message after which a fetch is ended.
         paths: those it may take besides gRPC.
         counter: where its fetches are counted, if anybody wants to know.
@@ -67,14 +69,16 @@ class TransferClient:
 
     def __init__(
         self,
+        credentials: Credentials | None = None,
         *,
         stall_s: float = STALL_TIMEOUT_S,
         paths: Sequence[Path] = ALL_PATHS,
         counter: StatsCounter | None = None,
     ) -> None:
+        self._credentials = credentials
         self._stall_s = stall_s
         self._counter = StatsCounter() if counter is None else counter
-        self._channels = Channels()
+        self._channels = Channels(credentials)
         self._paths = UnusablePaths(paths)
         self._memories = PeerMemories()
 
@@ -211,7 +215,8 @@ class TransferClient:
             copy_frames(read_shared(served, stream.ask), session, destination, stream.terms)
         elif isinstance(first, Header) and isinstance(first.offer, BulkOffer):
             counted.over("bulk")
-            _receive_bulk(stream, first, first.offer, destination, session)
+            bulk = _connected(stream, first.offer, self._credentials)
+            _receive_bulk(bulk, stream, first, destination, session)
         else:
             messages = chain([] if first is None else [first], stream)
             receive(messages, session, lambda one: destination.write(one.segments, one.payload))
@@ -292,14 +297,14 @@ class _Stream:
 
 
 def _receive_bulk(
+    bulk: AbstractContextManager[socket.socket],
     stream: _Stream,
     header: Header,
-    offer: BulkOffer,
     destination: Destination,
     session: PullSession,
 ) -> None:
     broken: KvferryError | None = None
-    with _connected(stream, offer) as connection:
+    with bulk as connection:
         session.open(header)
         try:
             receive_frames(connection, session, destination, stream.watch.moved)
@@ -315,19 +320,25 @@ def _receive_bulk(
 
 
 @contextmanager
-def _connected(stream: _Stream, offer: BulkOffer) -> Iterator[socket.socket]:
+def _connected(
+    stream: _Stream, offer: BulkOffer, credentials: Credentials | None
+) -> Iterator[socket.socket]:
     host = stream.peer.address.rpartition(":")[0].strip("[]")
     try:
-        connection = socket.create_connection((host, offer.port), timeout=CONNECT_TIMEOUT_S)
+        connection = _connect(host, offer.port, credentials)
     except OSError as error:
         raise PathUnusableError("bulk", f"port {offer.port}: {error}") from error
-
-    def shut() -> None:
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-
     with connection:
-        stream.also_stop(shut)
+        stream.also_stop(lambda: shut(connection))
         connection.settimeout(None)
         connection.sendall(offer.ticket)
         yield connection
+
+
+def _connect(host: str, port: int, credentials: Credentials | None) -> socket.socket:
+    """Return a socket that is plain, or speaks TLS where the call does."""
+    context = None if credentials is None else client_ssl_context(credentials)
+    connection = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
+    if context is None or credentials is None:
+        return connection
+    return context.wrap_socket(connection, server_hostname=credentials.server_name)

@@ -14,11 +14,11 @@ from grpc_health.v1 import (
     health_pb2_grpc,
 )
 
-from kvferry.proto.bind import require_safe_bind
-from kvferry.proto.errors import BusyError
-from kvferry.proto.grpc_options import SERVER_OPTIONS
+from kvferry.proto.bind import join_address, require_safe_bind
+from kvferry.proto.credentials import Credentials
+from kvferry.proto.errors import BusyError, KvferryError
+from kvferry.proto.grpc_front import add_reflection, listen, make_server
 from kvferry.proto.grpc_status import decode_message
-from kvferry.proto.listening import why_not_listening
 from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker.bulk_listener import BulkListener
 from kvferry.worker.bulk_sender import send_bulk, worth_a_socket
@@ -72,15 +72,17 @@ class TransferServer:
         service: what answers.
         bind: host to listen on.
         port: 0 lets the system choose.
-        insecure: allow a host beyond loopback.
+        insecure: allow a host beyond loopback without credentials that tell clients apart.
         bulk: offer bulk sockets too, at a port of their own.
+        credentials: speak TLS with these; None speaks plaintext.
+        reflection: tell clients of the services and messages.
         max_transfers: number of Fetch and Store calls at once.
         stall_s: seconds after which a Fetch or Store whose peer does nothing is ended.
 
     Raises:
-        InsecureBindError: `bind` is not loopback and `insecure` is False.
+        InsecureBindError: as `require_safe_bind`.
         PortTakenError: another process listens on the port.
-        ConfigError: this machine cannot listen on `bind`.
+        ConfigError: this machine cannot listen on `bind`, or not with these credentials.
     """
 
     def __init__(
@@ -91,21 +93,25 @@ class TransferServer:
         port: int = 0,
         insecure: bool,
         bulk: bool = True,
+        credentials: Credentials | None = None,
+        reflection: bool = False,
         max_transfers: int = MAX_TRANSFERS,
         stall_s: float = STALL_TIMEOUT_S,
     ) -> None:
-        require_safe_bind(bind, insecure)
+        require_safe_bind(bind, insecure, credentials)
         self._threads = ThreadPoolExecutor(
             max_transfers + NUM_SPARE_THREADS, thread_name_prefix="kvferry-transfer"
         )
-        self._server = grpc.server(self._threads, options=SERVER_OPTIONS)
+        self._server = make_server(self._threads, credentials)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self.port = self._listen(bind, port)
-        self._bulk = BulkListener(bind) if bulk else None
+        if reflection:
+            add_reflection(self._server, [SERVICE_NAME, health.SERVICE_NAME])
+        self.port = self._listen(bind, port, credentials)
+        self._bulk = BulkListener(bind, credentials) if bulk else None
         handlers = _Handlers(service, self._bulk, max_transfers, stall_s)
         self._server.add_generic_rpc_handlers((handlers.as_grpc(),))
-        self.address = _join_address(bind, self.port)
+        self.address = join_address(bind, self.port)
         self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
         self._server.start()
 
@@ -117,13 +123,12 @@ class TransferServer:
         self._server.stop(STOP_GRACE_S).wait(STOP_GRACE_S + 1.0)
         self._threads.shutdown(wait=False)
 
-    def _listen(self, bind: str, port: int) -> int:
+    def _listen(self, bind: str, port: int, credentials: Credentials | None) -> int:
         try:
-            chosen: int = self._server.add_insecure_port(_join_address(bind, port))
-        except RuntimeError as error:
+            return listen(self._server, bind, port, credentials)
+        except KvferryError:
             self._threads.shutdown(wait=False)
-            raise why_not_listening(bind, port, error) from error
-        return chosen
+            raise
 
 
 class _Handlers:
@@ -277,7 +282,3 @@ def _store_parts(
         yield part
         # Writing it was our own time.
         watch.moved()
-
-
-def _join_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

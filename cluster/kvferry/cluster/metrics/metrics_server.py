@@ -13,7 +13,7 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, make_wsgi_app
 from prometheus_client.registry import Collector
 
-from kvferry.proto.bind import require_safe_bind
+from kvferry.proto.bind import require_safe_plain_bind
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.listening import why_not_listening
 
@@ -48,7 +48,7 @@ class MetricsServer:
     def __init__(
         self, pages: Mapping[str, WSGIApplication], *, bind: str, port: int = 0, insecure: bool
     ) -> None:
-        require_safe_bind(bind, insecure)
+        require_safe_plain_bind(bind, insecure)
         try:
             self._server = _Server(bind, port)
         except OSError as error:

@@ -20,6 +20,7 @@ from kvferry.cluster.serving.limits import Policy
 from kvferry.cluster.serving.pool_size import KvSize, LengthLimit, PoolPlan, plan_pool
 from kvferry.coordinator.sizing import kv_cache_bytes
 from kvferry.proto.bind import reachable_address
+from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, Incarnation, InstanceId, LeaseId
 from kvferry.proto.layout import Layout
@@ -68,6 +69,8 @@ class RankSettings:
     bind: str
     insecure: bool
     serves_metrics: bool = False
+    credentials: Credentials | None = None
+    reflection: bool = False
     rank_timeout_s: float
 
 
@@ -161,8 +164,15 @@ class Rank:
             layout=settings.layout,
             rank=settings.rank,
         )
-        self._worker = WorkerService(incarnation=order.incarnation, memory=memory)
-        address = self._worker.serve(bind=settings.bind, port=0, insecure=settings.insecure)
+        self._worker = WorkerService(
+            incarnation=order.incarnation, memory=memory, credentials=settings.credentials
+        )
+        address = self._worker.serve(
+            bind=settings.bind,
+            port=0,
+            insecure=settings.insecure,
+            reflection=settings.reflection,
+        )
         self._runner = self._make_runner(self._loaded, memory, order.meeting_address)
         return RankOpened(
             address=reachable_address(address, self._node_host),
