@@ -92,16 +92,13 @@ def require_all_free_and_served(service: TokenService, taker: TokenInstance) -> 
 
 
 def test_b32a_blocks_of_aborted_loads_come_back_when_the_peer_is_killed() -> None:
-    peer = TokenPeer(prompt(1, 9), num_blocks=4, hold_at=0)
-    with token_service() as service:
-        try:
-            service.register("p", peer.read_line(), 4)
-            service.holds("p", prompt(1, 9))
-            taker = service.add("d", late=True, num_blocks=7)
-            abort_three_loads(service, taker)
-            assert [peer.read_line() for _ in "abc"] == ["held"] * 3
-        finally:
-            peer.kill()
+    with TokenPeer(prompt(1, 9), num_blocks=4, hold_at=0) as peer, token_service() as service:
+        service.register("p", peer.read_line(), 4)
+        service.holds("p", prompt(1, 9))
+        taker = service.add("d", late=True, num_blocks=7)
+        abort_three_loads(service, taker)
+        assert [peer.read_line() for _ in "abc"] == ["held"] * 3
+        peer.kill()
         require_all_free_and_served(service, taker)
 
 

@@ -18,8 +18,10 @@ from tests.integration.token_model import (
 )
 
 from kvferry.cluster.serving.engine import Engine
+from kvferry.cluster.serving.legs import EngineLink
 from kvferry.cluster.serving.limits import Limits
 from kvferry.cluster.serving.requests import EngineRequest, Finished, OutputBatch
+from kvferry.cluster.serving.router import Router, RouterSettings
 from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.proto.group_specs import specs_of
 from kvferry.proto.hashing import hash_tokens
@@ -206,6 +208,24 @@ class TokenService:
         assert scheduled.new_block_ids[0][: len(hashes)] == tuple(range(1, 1 + len(hashes)))
         done = Progress(request_id=who, num_tokens=num_tokens, num_computed_tokens=num_tokens)
         self.step(name, incarnation, progress=(done,), releases=(Release(request_id=who),))
+
+    def router(self) -> Router:
+        """Return a router over all instances that have an engine."""
+        links = {
+            one.instance_id: EngineLink(engine=one, incarnation=Incarnation(1))
+            for one in self.instances
+        }
+        return Router(
+            coordinator=self,
+            engines=links,
+            identity_digest=IDENTITY.digest(),
+            scheme=SCHEME,
+            settings=RouterSettings(),
+        )
+
+    async def call(self, command: Command, *, timeout_s: float) -> Reply:
+        """`AsyncCoordinatorPort`."""
+        return await asyncio.to_thread(self.coordinator.call, command)
 
     def description(self) -> Description:
         described = self.coordinator.call(Describe())

@@ -10,12 +10,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from tests.integration.token_model import fill, new_worker
 
 
 class TokenPeer:
-    """The process; `kill` it."""
+    """The process, killed at the end of a `with` if not before."""
 
     def __init__(
         self,
@@ -23,14 +24,12 @@ class TokenPeer:
         *,
         num_blocks: int,
         hold_at: int | None = None,
-        port: int = 0,
         incarnation: int = 1,
     ) -> None:
         settings = {
             "tokens": list(tokens),
             "num_blocks": num_blocks,
             "hold_at": hold_at,
-            "port": port,
             "incarnation": incarnation,
         }
         self.process = subprocess.Popen(
@@ -48,7 +47,15 @@ class TokenPeer:
     def kill(self) -> None:
         """SIGKILL; return when it is gone. Repeating is fine."""
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 def main() -> None:
@@ -56,7 +63,7 @@ def main() -> None:
     worker = new_worker(settings["num_blocks"], settings["incarnation"])
     worker.hold_at = settings["hold_at"]
     fill(worker, settings["tokens"])
-    print(worker.serve(port=settings["port"]), flush=True)
+    print(worker.serve(), flush=True)
     while worker.held.acquire():
         print("held", flush=True)
 
