@@ -109,7 +109,8 @@ def obey(worker: WorkerService, command: str, run: BlockRun, address: str) -> ob
         case "check":
             return is_right(worker)
         case "wipe":
-            return wipe(worker)
+            wipe(worker)
+            return "wiped"
         case "sent":
             return worker.stats().num_bytes_served
     raise AssertionError(command)

@@ -64,6 +64,7 @@ def is_serving(channel: grpc.Channel, service: str) -> bool:
 @pytest.fixture(scope="module")
 def echo() -> Iterator[Callable[[bytes], bytes]]:
     """A call over our settings of servers and channels whose answer is what was sent."""
+    handler: grpc.RpcMethodHandler[bytes, bytes]
     handler = grpc.unary_unary_rpc_method_handler(lambda message, _: message)
     server = grpc.server(ThreadPoolExecutor(1), options=SERVER_OPTIONS)
     server.add_generic_rpc_handlers(

@@ -42,7 +42,7 @@ class TokenInstance:
     """A registered instance with its engine, not yet started; `EnginePort` as well."""
 
     def __init__(
-        self, service: "TokenService", name: str, role: Role, *, late: bool, **sizes: int
+        self, service: "TokenService", name: str, role: Role, *, late: bool, **sizes: Any
     ) -> None:
         limits = Limits(
             **{"num_blocks": 100, "max_model_len": 128, "token_budget": 64, **sizes},

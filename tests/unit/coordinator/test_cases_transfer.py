@@ -4,6 +4,8 @@ Transfers themselves are in `tests/integration/test_cases_transfer.py` and
 `tests/contract/test_cases_pull.py`.
 """
 
+from typing import Any
+
 import pytest
 from tests.unit.coordinator.fleet import Fleet, admit, chain, load_blocks, loaded, release, wrote
 
@@ -138,7 +140,7 @@ def test_b39_the_same_request_twice_in_one_batch_is_refused_and_changes_nothing(
 def test_b39_completions_of_requests_that_are_gone_are_counted_and_serving_goes_on(
     fleet: Fleet,
 ) -> None:
-    late = {
+    late: dict[str, Any] = {
         "load_results": (loaded("gone", 8), loaded("never seen", 4)),
         "progress": (wrote("gone", 8, 9),),
         "releases": (release("gone"), release("never seen")),
