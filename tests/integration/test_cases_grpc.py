@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -222,8 +223,9 @@ class Node(WorkerService):
             hashes=[hash_of(other.hash_index(block))],
             block_ids=[BlockId(4 + block)],
         )
+        end = time.monotonic() + 10.0
         outcome = pull_blocks(self, address, [run], timeout_s=10.0)
-        while outcome.error_type == BusyError.__name__:
+        while outcome.error_type == BusyError.__name__ and time.monotonic() < end:
             outcome = pull_blocks(self, address, [run], timeout_s=10.0)
         assert outcome.error is None
         block_bytes = self._group.geometry.block_bytes

@@ -16,7 +16,7 @@ from kvferry.proto.grpc_options import CHANNEL_OPTIONS
 from kvferry.proto.v1 import transfer_pb2_grpc
 from kvferry.worker.transfer_wire import fetch_ask_to_proto, make_fetch_ask
 
-BOUND_BYTES = 32 * MIB
+BOUND_BYTES = 48 * MIB
 """Parts of 1 MiB on their way, what the connection holds, and what first calls need once."""
 
 IDENTITY = make_identity(num_layers=NUM_LAYERS, head_size=16384)
@@ -24,14 +24,14 @@ IDENTITY = make_identity(num_layers=NUM_LAYERS, head_size=16384)
 
 @pytest.fixture(scope="module")
 def sender() -> Iterator[BulkPeer]:
-    with BulkPeer(64, full=True) as peer:
+    with BulkPeer(96, full=True) as peer:
         yield peer
 
 
 @pytest.fixture(scope="module")
 def taker(sender: BulkPeer) -> Iterator[BulkPeer]:
     """Starts while the sender does."""
-    with BulkPeer(64, full=False) as peer:
+    with BulkPeer(96, full=False) as peer:
         yield peer
 
 
@@ -64,7 +64,7 @@ def require_sent_within_the_bound(
 def test_b53_both_ends_stay_within_the_bound_whatever_is_fetched_or_pushed(
     sender: BulkPeer, taker: BulkPeer
 ) -> None:
-    require_moved_within_the_bound(sender, taker, 64)
+    require_moved_within_the_bound(sender, taker, 96)
 
 
 def test_b53_a_reader_that_is_slow_holds_up_the_sender_and_fills_nobodys_memory(
@@ -76,7 +76,7 @@ def test_b53_a_reader_that_is_slow_holds_up_the_sender_and_fills_nobodys_memory(
         while num_read <= 20 and sent != (sent := sender.ask("sent")):
             time.sleep(0.02)
 
-    require_sent_within_the_bound(sender, 64, wait_until_the_sender_is_held_up)
+    require_sent_within_the_bound(sender, 96, wait_until_the_sender_is_held_up)
 
 
 @pytest.mark.long

@@ -20,6 +20,9 @@ from tests.integration.token_peer import TokenPeer
 from kvferry.proto.ids import RequestId
 from kvferry.proto.step_messages import LoadResult, StepReply
 
+SOON_S = 4.0
+"""Sooner than a pull is ended because its sender says nothing."""
+
 
 @pytest.fixture
 def service() -> Iterator[TokenService]:
@@ -57,7 +60,7 @@ def test_b31_no_byte_of_an_aborted_load_reaches_the_next_owner_of_its_blocks(
         taker.listen(0.0)
         assert (taker.finished("a"), taker.finished("b")) == (None, None)
         sender.worker.gate.set()
-    tokens, finished = taker.result("b")
+    tokens, finished = taker.result("b", within_s=SOON_S)
     assert (tokens, finished.reason) == (answer(second), "length")
     assert taker.result("a")[1].reason == "aborted"
     sender.worker.gate.set()
@@ -85,7 +88,7 @@ def abort_three_loads(service: TokenService, taker: TokenInstance) -> None:
 
 def require_all_free_and_served(service: TokenService, taker: TokenInstance) -> None:
     """The fourth request, which needs all six blocks, is answered; all are free after it."""
-    assert taker.result("fourth")[0] == answer(prompt(2, 24))
+    assert taker.result("fourth", within_s=SOON_S)[0] == answer(prompt(2, 24))
     assert [taker.result(name)[1].reason for name in "abc"] == ["aborted"] * 3
     service.require_nothing_held()
     assert service.num_free("d") == 6
@@ -145,7 +148,7 @@ def test_b32_an_abort_that_is_heard_needs_no_answer_at_all(service: TokenService
     wait_until(lambda: service.num_free("d") == 0)
     for name in "abc":
         taker.engine.abort(RequestId(name))
-        assert taker.result(name)[1].reason == "aborted"
+        assert taker.result(name, within_s=SOON_S)[1].reason == "aborted"
     assert not sender.worker.gate.is_set()
     service.require_nothing_held()
 
