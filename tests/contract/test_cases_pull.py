@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.contract.exchange import Exchange, Messages, exchanging
+from tests.contract.exchange import Exchange, exchanging
+from tests.tampering import Messages
 
 from kvferry.proto.layout import grid
+from kvferry.worker import bulk_sender
+from kvferry.worker.paths import Path
 from kvferry.worker.pull import merge_outcomes
 from kvferry.worker.service import WorkerService
 
@@ -18,9 +21,13 @@ TWO_SHARDS = grid(block_tokens=4, tp=2, stage_layers=(4,))
 NUM_BLOCKS = 3
 
 
-@pytest.fixture
-def three_parts() -> Iterator[Exchange]:
-    with exchanging(IN_THREE_PARTS, ONE, num_blocks=NUM_BLOCKS) as exchange:
+@pytest.fixture(params=[(), ("bulk",)], ids=["grpc", "bulk"])
+def three_parts(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Exchange]:
+    monkeypatch.setattr(bulk_sender, "MIN_BULK_BYTES", 1)
+    paths: tuple[Path, ...] = request.param
+    with exchanging(IN_THREE_PARTS, ONE, num_blocks=NUM_BLOCKS, paths=paths) as exchange:
         yield exchange
 
 
@@ -34,8 +41,8 @@ def over() -> Iterator[threading.Event]:
 
 def require_failed_once(exchange: Exchange, error_type: str) -> None:
     """Nothing is addressable, although the first part came; it was told once, and nothing waits."""
-    assert exchange.takers[0].stats().errors == {error_type: 1}
-    assert exchange.takers[0].stats().num_bytes_pulled == exchange.plan.transfers[0].num_bytes
+    assert exchange.takers[0].stats().of("pulled").failures == {error_type: 1}
+    assert exchange.takers[0].stats().of("pulled").num_bytes == exchange.plan.transfers[0].num_bytes
     exchange.assert_holds(0, 0, only=False)
 
 

@@ -112,7 +112,7 @@ def obey(worker: WorkerService, command: str, run: BlockRun, address: str) -> ob
             wipe(worker)
             return "wiped"
         case "sent":
-            return worker.stats().num_bytes_served
+            return worker.stats().of("served").num_bytes
     raise AssertionError(command)
 
 

@@ -32,8 +32,9 @@ from kvferry.proto.messages import Command, Describe, Description, Locate, Locat
 from kvferry.proto.v1 import transfer_pb2 as pb
 from kvferry.proto.v1 import transfer_pb2_grpc
 from kvferry.worker.block_io import gather, scatter
-from kvferry.worker.frames import MAX_PAGE_BYTES, Frame, Header, Place
+from kvferry.worker.frames import MAX_PAGE_BYTES, Header, Place
 from kvferry.worker.grpc_errors import error_of_call
+from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.pull import BlockRun
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_server import SERVICE_NAME, TransferServer
@@ -88,7 +89,7 @@ def test_b53_a_message_around_and_beyond_grpcs_own_limit_passes_both_ways(
 
 
 @contextmanager
-def serving(worker: WorkerService, **limits: int) -> Iterator[tuple[str, grpc.Channel]]:
+def serving(worker: WorkerService, **limits: Any) -> Iterator[tuple[str, grpc.Channel]]:
     """A worker behind a front of its own: where it serves, and a channel to it."""
     server = TransferServer(worker, bind="127.0.0.1", insecure=False, **limits)
     try:
@@ -212,7 +213,7 @@ class Node(WorkerService):
     def hash_index(self, block: int) -> int:
         return 10 * self.number + block
 
-    def open_fetch(self, ask: FetchAsk) -> Iterator[Header | Frame]:
+    def open_fetch(self, ask: FetchAsk) -> Iterator[Header | OutgoingFrame]:
         self._meeting.arrive()
         return super().open_fetch(ask)
 

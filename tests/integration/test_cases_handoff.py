@@ -157,7 +157,7 @@ def test_b37_what_was_lost_after_the_promise_is_computed_and_not_counted(
     assert service.counter("failed_loads") == 1
     d.engine.submit(request("again", tokens))
     assert d.result("again")[1].accounting.local_hit_tokens == 12
-    assert d.worker.stats().num_pulls == 1
+    assert d.worker.stats().of("pulled").num_started == 1
     service.require_nothing_held()
 
 
@@ -223,9 +223,9 @@ def test_b38c_a_prefill_worker_that_was_killed_is_replaced_under_its_name() -> N
     """Both decode instances go on by themselves, and take from the new one alone."""
     old, again = prompt(1, 13), prompt(2, 13)
     with (
-        TokenPeer(old, num_blocks=6, hold_at=1) as first,
-        TokenPeer(again, num_blocks=6, incarnation=2) as second,
-        token_service() as service,
+        TokenPeer(old, num_blocks=6, hold_at=1, paths=("bulk",)) as first,
+        TokenPeer(again, num_blocks=6, incarnation=2, paths=("bulk",)) as second,
+        token_service(paths=("bulk",)) as service,
     ):
         service.register("a", first.read_line(), 6)
         service.holds("a", old)
@@ -248,5 +248,5 @@ def test_b38c_a_prefill_worker_that_was_killed_is_replaced_under_its_name() -> N
             assert output == answer(again)
             assert finished.accounting.remote_hit_tokens == 12
         # Among equal holders the first by name is asked, so not the other decode instance.
-        assert takers[0].worker.stats().num_fetches == 0
+        assert takers[0].worker.stats().of("served").num_started == 0
         service.require_nothing_held()

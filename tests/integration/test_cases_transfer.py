@@ -19,14 +19,24 @@ from tests.integration.token_peer import TokenPeer
 
 from kvferry.proto.ids import RequestId
 from kvferry.proto.step_messages import LoadResult, StepReply
+from kvferry.worker import bulk_sender
+from kvferry.worker.paths import Path
 
 SOON_S = 4.0
 """Sooner than a pull is ended because its sender says nothing."""
 
 
+@pytest.fixture(params=[(), ("bulk",)], ids=["grpc", "bulk"])
+def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ...]:
+    """Ways in which a sender sends by itself, so that it may hold back."""
+    monkeypatch.setattr(bulk_sender, "MIN_BULK_BYTES", 1)
+    found: tuple[Path, ...] = request.param
+    return found
+
+
 @pytest.fixture
-def service() -> Iterator[TokenService]:
-    with token_service() as running:
+def service(paths: tuple[Path, ...]) -> Iterator[TokenService]:
+    with token_service(paths=paths) as running:
         yield running
 
 
@@ -95,7 +105,10 @@ def require_all_free_and_served(service: TokenService, taker: TokenInstance) -> 
 
 
 def test_b32a_blocks_of_aborted_loads_come_back_when_the_peer_is_killed() -> None:
-    with TokenPeer(prompt(1, 9), num_blocks=4, hold_at=0) as peer, token_service() as service:
+    with (
+        TokenPeer(prompt(1, 9), num_blocks=4, hold_at=0) as peer,
+        token_service(paths=()) as service,
+    ):
         service.register("p", peer.read_line(), 4)
         service.holds("p", prompt(1, 9))
         taker = service.add("d", late=True, num_blocks=7)
@@ -105,24 +118,17 @@ def test_b32a_blocks_of_aborted_loads_come_back_when_the_peer_is_killed() -> Non
         require_all_free_and_served(service, taker)
 
 
-def test_b32a_blocks_of_aborted_loads_come_back_when_the_lease_ends_if_nobody_answers() -> None:
-    with token_service(step_lease_s=1.0) as service:
-        taker, sender = taker_and_sender_that_holds(service)
-        abort_three_loads(service, taker)
-        require_all_free_and_served(service, taker)
-        assert not sender.worker.gate.is_set()
+def test_b32b_blocks_of_aborted_loads_come_back_with_the_answer(service: TokenService) -> None:
+    taker, sender = taker_and_sender_that_holds(service)
+    abort_three_loads(service, taker)
+    sender.worker.gate.set()
+    require_all_free_and_served(service, taker)
 
 
-def test_b32b_blocks_of_aborted_loads_come_back_with_the_answer() -> None:
-    with token_service() as service:
-        taker, sender = taker_and_sender_that_holds(service)
-        abort_three_loads(service, taker)
-        sender.worker.gate.set()
-        require_all_free_and_served(service, taker)
-
-
-def test_b32c_an_answer_after_the_lease_changes_nothing_and_is_counted() -> None:
-    with token_service(step_lease_s=1.0) as service:
+def test_b32ac_without_an_answer_they_come_back_with_the_lease_and_a_later_one_is_counted(
+    paths: tuple[Path, ...],
+) -> None:
+    with token_service(paths=paths, step_lease_s=1.0) as service:
         taker, sender = taker_and_sender_that_holds(service)
         abort_three_loads(service, taker)
         require_all_free_and_served(service, taker)

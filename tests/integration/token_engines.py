@@ -29,6 +29,7 @@ from kvferry.proto.ids import Epoch, Incarnation, InstanceId, RequestId
 from kvferry.proto.messages import Command, Describe, Description, RegisterInstance, Reply, Role
 from kvferry.proto.step_messages import AdmitAsk, Progress, Release, Step, StepReply
 from kvferry.worker.model.sampling import SamplingParams
+from kvferry.worker.paths import ALL_PATHS, Path
 
 
 def request(name: str, tokens: Sequence[int], max_tokens: int = 1, **more: Any) -> EngineRequest:
@@ -53,7 +54,7 @@ class TokenInstance:
         self.service = service
         self.instance_id = InstanceId(name)
         self.num_steps = 0
-        self.worker = new_worker(limits.num_blocks)
+        self.worker = new_worker(limits.num_blocks, paths=service.paths)
         self.model = TokenModel(self.worker.memory)
         service.register(
             name, self.worker.serve(), limits.num_blocks, role, max_model_len=limits.max_model_len
@@ -125,7 +126,8 @@ class TokenInstance:
 class TokenService:
     """A coordinator and the instances of a test."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, paths: Sequence[Path] = ALL_PATHS, **settings: Any) -> None:
+        self.paths = paths
         self.coordinator = CoordinatorActor(
             scheme=SCHEME,
             epoch=Epoch(1),

@@ -18,8 +18,10 @@ from kvferry.proto.hashing import hash_tokens, make_scheme
 from kvferry.proto.ids import FIRST_GROUP, BlockId, Incarnation, RequestId
 from kvferry.proto.layout import Layout
 from kvferry.worker.device import open_device
-from kvferry.worker.frames import Frame, Header
+from kvferry.worker.frames import Header
 from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.outgoing import OutgoingFrame
+from kvferry.worker.paths import Path
 from kvferry.worker.pull import PullOutcome
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_wire import FetchAsk
@@ -113,25 +115,31 @@ class GatedWorker(WorkerService):
     hold_at: int | None = None
     forget: int | None = None
 
-    def __init__(self, *, incarnation: Incarnation, memory: KvMemory) -> None:
-        super().__init__(incarnation=incarnation, memory=memory)
+    def __init__(
+        self, *, incarnation: Incarnation, memory: KvMemory, paths: Sequence[Path]
+    ) -> None:
+        super().__init__(incarnation=incarnation, memory=memory, paths=paths)
         self.held = threading.Semaphore(0)
         self.gate = threading.Event()
         self.ended = threading.Semaphore(0)
 
-    def open_fetch(self, ask: FetchAsk) -> Iterator[Header | Frame]:
+    def open_fetch(self, ask: FetchAsk) -> Iterator[Header | OutgoingFrame]:
         if self.forget is not None:
             self.reused([BlockId(1 + self.forget)])
             self.memory.layers[0][:, 1 + self.forget] = -1.0
         one_block = self.memory.groups[0].geometry.block_bytes
         try:
             for message in super().open_fetch(replace(ask, max_frame_bytes=one_block)):
-                if isinstance(message, Frame) and message.segments[0].hash_index == self.hold_at:
-                    self.held.release()
-                    assert self.gate.wait(60.0)
+                if not isinstance(message, Header):
+                    self._hold(message.segments[0].hash_index)
                 yield message
         finally:
             self.ended.release()
+
+    def _hold(self, hash_index: int) -> None:
+        if hash_index == self.hold_at:
+            self.held.release()
+            assert self.gate.wait(60.0)
 
 
 class LateWriter:
@@ -145,9 +153,9 @@ class LateWriter:
         return self._pull(cancel=threading.Event(), **asked)
 
 
-def new_worker(num_blocks: int, incarnation: int = 1) -> GatedWorker:
+def new_worker(num_blocks: int, *, incarnation: int = 1, paths: Sequence[Path] = ()) -> GatedWorker:
     memory = KvMemory(open_device("cpu"), IDENTITY, num_blocks=num_blocks, layout=LAYOUT)
-    return GatedWorker(incarnation=Incarnation(incarnation), memory=memory)
+    return GatedWorker(incarnation=Incarnation(incarnation), memory=memory, paths=paths)
 
 
 def fill(worker: WorkerService, tokens: Sequence[int]) -> None:

@@ -14,6 +14,9 @@ from typing import Self
 
 from tests.integration.token_model import fill, new_worker
 
+from kvferry.worker import bulk_sender
+from kvferry.worker.paths import Path as WayOfBytes
+
 
 class TokenPeer:
     """The process, killed at the end of a `with` if not before."""
@@ -25,12 +28,14 @@ class TokenPeer:
         num_blocks: int,
         hold_at: int | None = None,
         incarnation: int = 1,
+        paths: Sequence[WayOfBytes] = (),
     ) -> None:
         settings = {
             "tokens": list(tokens),
             "num_blocks": num_blocks,
             "hold_at": hold_at,
             "incarnation": incarnation,
+            "paths": list(paths),
         }
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__)), json.dumps(settings)],
@@ -60,7 +65,10 @@ class TokenPeer:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    worker = new_worker(settings["num_blocks"], settings["incarnation"])
+    bulk_sender.MIN_BULK_BYTES = 1
+    worker = new_worker(
+        settings["num_blocks"], incarnation=settings["incarnation"], paths=settings["paths"]
+    )
     worker.hold_at = settings["hold_at"]
     fill(worker, settings["tokens"])
     print(worker.serve(), flush=True)
