@@ -29,6 +29,7 @@ from kvferry.proto.messages import (
 )
 from kvferry.proto.v1 import control_pb2 as pb
 from kvferry.proto.v1 import control_pb2_grpc
+from kvferry.worker.own_process import OwnProcess
 
 _R = TypeVar("_R")
 
@@ -66,6 +67,8 @@ def _require_address(address: object) -> str:
 class ControlClient:
     """A channel to one control front. Safe to use from several threads; close it when done.
 
+    Make it after a fork, never before.
+
     Args:
         address: `host:port` of the front (`[host]:port` for IPv6).
         timeout_s: deadline of each call in seconds, at most `MAX_CALL_S`.
@@ -81,6 +84,7 @@ class ControlClient:
         self.address = _require_address(address)
         self.timeout_s = require_timeout(timeout_s)
         self._is_closed = False
+        self._own_process = OwnProcess()
         self._connection = ControlConnection(address, credentials)
 
     def call(self, command: Command, timeout_s: float | None = None) -> Reply:
@@ -91,12 +95,14 @@ class ControlClient:
             timeout_s: deadline of this call in seconds; None takes the client's own.
 
         Raises:
-            BadInputError: a command that does not travel this way, or a field of a wrong kind.
+            BadInputError: a command that does not travel this way, a field of a wrong kind, or
+                this process was forked off since the client was made.
             UnavailableError: nobody answers at the address, or this client is closed.
             CredentialsError: one side does not take the other's certificate or token.
             DeadlineError: no answer within the deadline.
             KvferryError: whatever the coordinator refused the command with.
         """
+        self._own_process.require()
         if self._is_closed:
             raise UnavailableError("this client is closed", given=self.address)
         try:

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 from kvferry.cluster.ports import AsyncCoordinatorPort, EnginePort
 from kvferry.cluster.serving.requests import EngineRequest, Output
-from kvferry.proto.errors import ConfigError, DeadlineError, InstanceDiedError, KvferryError
+from kvferry.proto.errors import (
+    BadInputError,
+    ConfigError,
+    DeadlineError,
+    InstanceDiedError,
+    KvferryError,
+)
 from kvferry.proto.ids import Incarnation, InstanceId, RequestId
 from kvferry.proto.messages import RemoveInstance
 
@@ -116,6 +122,13 @@ class Legs:
         except (InstanceDiedError, DeadlineError) as error:
             await self._bury(instance_id, str(error))
             self._require_alive(instance_id)
+        except BadInputError as refusal:
+            # Limits differ between instances: whoever asked must hear whose it was.
+            raise type(refusal)(
+                f"instance {instance_id}: {refusal.message}",
+                given=refusal.given,
+                allowed=refusal.allowed,
+            ) from None
 
     async def _next(
         self,
