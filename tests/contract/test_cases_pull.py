@@ -9,7 +9,7 @@ from tests.contract.exchange import Exchange, exchanging
 from tests.tampering import Messages
 
 from kvferry.proto.layout import grid
-from kvferry.worker import bulk_sender
+from kvferry.worker import bulk_server
 from kvferry.worker.paths import Path
 from kvferry.worker.pull import merge_outcomes
 from kvferry.worker.service import WorkerService
@@ -25,7 +25,7 @@ NUM_BLOCKS = 3
 def three_parts(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Exchange]:
-    monkeypatch.setattr(bulk_sender, "MIN_BULK_BYTES", 1)
+    monkeypatch.setattr(bulk_server, "MIN_BULK_BYTES", 1)
     paths: tuple[Path, ...] = request.param
     with exchanging(IN_THREE_PARTS, ONE, num_blocks=NUM_BLOCKS, paths=paths) as exchange:
         yield exchange

@@ -16,7 +16,7 @@ from kvferry.proto.errors import KvferryError
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, Incarnation
 from kvferry.proto.layout import Layout
 from kvferry.proto.memory_order import DEFAULT_ORDER
-from kvferry.worker import bulk_sender, layout_pull
+from kvferry.worker import bulk_server, layout_pull
 from kvferry.worker.block_io import gather, scatter
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Header, Place, Segment, places_of
@@ -148,7 +148,7 @@ def real(held: list[BlockHash], tamper: Tamper, *, paths: Sequence[Path] = ()) -
 
 @pytest.fixture(params=[fake, real, partial(real, paths=["bulk"])], ids=["fake", "grpc", "bulk"])
 def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Source:
-    monkeypatch.setattr(bulk_sender, "MIN_BULK_BYTES", 1)
+    monkeypatch.setattr(bulk_server, "MIN_BULK_BYTES", 1)
     chosen: Source = request.param
     return chosen
 

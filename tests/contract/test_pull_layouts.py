@@ -12,7 +12,7 @@ from tests.contract.exchange import SHAPE, Exchange, exchanging
 
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.layout import Layout, grid, vllm
-from kvferry.worker import bulk_sender, chunks
+from kvferry.worker import bulk_server, chunks
 from kvferry.worker.paths import Path
 from kvferry.worker.pull import merge_outcomes
 
@@ -156,7 +156,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 def sockets_for_little() -> Iterator[None]:
     """A bulk socket is worth its while however few bytes there are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bulk_sender, "MIN_BULK_BYTES", 1)
+        patch.setattr(bulk_server, "MIN_BULK_BYTES", 1)
         yield
 
 

@@ -21,7 +21,7 @@ from kvferry.proto.errors import ConfigError, CredentialsError
 from kvferry.proto.grpc_channel import open_channel
 from kvferry.proto.grpc_front import HEALTH_CHECK
 from kvferry.proto.ids import FIRST_GROUP, BlockId, Incarnation
-from kvferry.worker import bulk_sender
+from kvferry.worker import bulk_server
 from kvferry.worker import paths as path_names
 from kvferry.worker.block_io import gather
 from kvferry.worker.bulk_listener import BulkListener
@@ -102,8 +102,8 @@ def test_two_workers_that_prove_who_they_are_exchange_equal_bytes(
         sent_by.add(type(connection))
         send_frame(connection, frame)
 
-    monkeypatch.setattr(bulk_sender, "MIN_BULK_BYTES", 1)
-    monkeypatch.setattr(bulk_sender, "send_frame", send)
+    monkeypatch.setattr(bulk_server, "MIN_BULK_BYTES", 1)
+    monkeypatch.setattr(bulk_server, "send_frame", send)
     credentials = files.mutual(token_file=files.token_file())
     source, taker = (peers.worker(credentials, paths=paths) for _ in range(2))
     fill(source)
@@ -125,7 +125,7 @@ def test_without_authorities_a_worker_trusts_those_of_its_machine_and_asks_for_n
     monkeypatch: pytest.MonkeyPatch,
     paths: list[path_names.Path],
 ) -> None:
-    monkeypatch.setattr(bulk_sender, "MIN_BULK_BYTES", 1)
+    monkeypatch.setattr(bulk_server, "MIN_BULK_BYTES", 1)
     certificate, key = files.issue()
     token_file = files.token_file()
     own = Credentials(certificate=certificate, key=key, token_file=token_file)

@@ -11,7 +11,7 @@ from tests.pulling import pull_blocks
 
 from kvferry.proto.ids import FIRST_GROUP, BlockId
 from kvferry.proto.v1 import transfer_pb2_grpc
-from kvferry.worker import bulk_sender
+from kvferry.worker import bulk_server
 from kvferry.worker.paths import Path
 from kvferry.worker.pull import BlockRun, PullOutcome
 from kvferry.worker.stats import CountedPath, Direction, TransferCounts
@@ -74,7 +74,7 @@ def test_a_pull_is_counted_on_both_sides() -> None:
 def test_a_pull_is_counted_under_the_path_it_took(
     path: Path, served_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk_sender, "MIN_BULK_BYTES", 1)
+    monkeypatch.setattr(bulk_server, "MIN_BULK_BYTES", 1)
     with peers(path) as (taker, source):
         assert pull(taker, source).num_blocks_of_run == (NUM_BLOCKS,)
         pulled, served = counts(taker, "pulled"), counts(source, "served")
@@ -88,7 +88,7 @@ def test_a_pull_is_counted_under_the_path_it_took(
 def test_a_path_that_cannot_be_taken_is_a_failure_and_another_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bulk_sender, "MIN_BULK_BYTES", 1)
+    monkeypatch.setattr(bulk_server, "MIN_BULK_BYTES", 1)
     with peers("bulk") as (taker, source):
         address = source.serve()
         assert source._server is not None

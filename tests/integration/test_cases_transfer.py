@@ -19,7 +19,7 @@ from tests.integration.token_peer import TokenPeer
 
 from kvferry.proto.ids import RequestId
 from kvferry.proto.step_messages import LoadResult, StepReply
-from kvferry.worker import bulk_sender
+from kvferry.worker import bulk_server
 from kvferry.worker.paths import Path
 
 SOON_S = 4.0
@@ -29,7 +29,7 @@ SOON_S = 4.0
 @pytest.fixture(params=[(), ("bulk",)], ids=["grpc", "bulk"])
 def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ...]:
     """Ways in which a sender sends by itself, so that it may hold back."""
-    monkeypatch.setattr(bulk_sender, "MIN_BULK_BYTES", 1)
+    monkeypatch.setattr(bulk_server, "MIN_BULK_BYTES", 1)
     found: tuple[Path, ...] = request.param
     return found
 

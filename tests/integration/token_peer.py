@@ -14,7 +14,7 @@ from typing import Self
 
 from tests.integration.token_model import fill, new_worker
 
-from kvferry.worker import bulk_sender
+from kvferry.worker import bulk_server
 from kvferry.worker.paths import Path as WayOfBytes
 
 
@@ -65,7 +65,7 @@ class TokenPeer:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    bulk_sender.MIN_BULK_BYTES = 1
+    bulk_server.MIN_BULK_BYTES = 1
     worker = new_worker(
         settings["num_blocks"], incarnation=settings["incarnation"], paths=settings["paths"]
     )

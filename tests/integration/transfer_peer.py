@@ -19,7 +19,7 @@ from tests.tampering import as_received, as_sent, corrupted
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, GroupId, Incarnation, LeaseId
 from kvferry.proto.layout import Layout
-from kvferry.worker import bulk_sender
+from kvferry.worker import bulk_server
 from kvferry.worker.block_io import scatter
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Header, Place
@@ -137,7 +137,7 @@ def open_worker(settings: dict[str, Any]) -> PeerService:
 
 
 def main() -> None:
-    bulk_sender.MIN_BULK_BYTES = 1
+    bulk_server.MIN_BULK_BYTES = 1
     workers: dict[str, PeerService] = {}
     for line in sys.stdin:
         command, rest = line.split(maxsplit=1)

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from kvferry.proto.errors import KvferryError
+from kvferry.worker.block_destination import BlockDestination
 from kvferry.worker.chunks import Chunks
-from kvferry.worker.destination import BlockDestination
 from kvferry.worker.fetch_terms import CancelledPullError, FetchTerms, Peer
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.pull import CANCELLED, BlockRun, PartOutcome, PartRun

@@ -22,12 +22,12 @@ from kvferry.proto.identity import Identity
 from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.block_io import pieces_of
 from kvferry.worker.bulk_wire import receive_frames, shut
-from kvferry.worker.channels import Channels
 from kvferry.worker.checksum import checksum_of
 from kvferry.worker.destination import Destination
 from kvferry.worker.fetch_terms import CancelledPullError, FetchTerms, Peer
 from kvferry.worker.frame_wire import encode_frame
 from kvferry.worker.frames import BulkOffer, Frame, Header, SharedOffer, places_of, plan_frames
+from kvferry.worker.grpc_channels import Channels
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.paths import ALL_PATHS, Path, this_place
 from kvferry.worker.peer_memories import PeerMemories

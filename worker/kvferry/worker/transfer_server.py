@@ -21,7 +21,7 @@ from kvferry.proto.grpc_front import add_reflection, listen, make_server
 from kvferry.proto.grpc_status import decode_message
 from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker.bulk_listener import BulkListener
-from kvferry.worker.bulk_sender import send_bulk, worth_a_socket
+from kvferry.worker.bulk_server import send_bulk, worth_a_socket
 from kvferry.worker.frame_wire import encode_settled
 from kvferry.worker.frames import Frame, Header, Segment
 from kvferry.worker.grpc_errors import abort_with, require_deadline
