@@ -256,7 +256,7 @@ def test_a_mapping_outlives_a_killed_owner_and_nothing_named_is_left(tmp_path: F
         taker = new_worker(50, **SIZES, paths=["shm"])
         try:
             assert pull(taker, address).num_blocks_of_run == (8,)
-            (memory,) = [one for _, one in taker._client._memories._memory_of.values()]
+            (memory,) = [one.memory for one in taker._client._memories._attached.values()]
             before = np.array(memory.groups[0].sides[0][0])
             doomed.process.kill()
             doomed.process.wait()

@@ -6,13 +6,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 from kvferry.proto.credentials import Credentials, server_ssl_context
 from kvferry.proto.errors import ConfigError, DeadlineError
-from kvferry.worker.bulk_wire import TICKET_BYTES
+from kvferry.worker.bulk_wire import TICKET_BYTES, shut
 
 _log = logging.getLogger(__name__)
 
@@ -27,20 +26,49 @@ class Ticket:
 
     def __init__(self) -> None:
         self.secret = secrets.token_bytes(TICKET_BYTES)
-        self.connection: Future[socket.socket] = Future()
+        self._changed = threading.Condition()
+        self._connection: socket.socket | None = None
+        self._is_void = False
 
-    def wait(self) -> socket.socket:
-        """Return the connection of the peer that shows the ticket.
+    def show(self, connection: socket.socket) -> bool:
+        """Hand the peer's connection over; False if nobody wants it any more."""
+        with self._changed:
+            if self._is_void:
+                return False
+            self._connection = connection
+            self._changed.notify()
+            return True
+
+    def wait(self) -> socket.socket | None:
+        """Return the connection of the peer that shows the ticket, None once it is void.
 
         Raises:
             DeadlineError: nobody came within `CONNECT_TIMEOUT_S`.
         """
-        try:
-            return self.connection.result(CONNECT_TIMEOUT_S)
-        except FutureTimeoutError:
-            raise DeadlineError(
-                "nobody came to fetch by a bulk socket", allowed=f"{CONNECT_TIMEOUT_S} s"
-            ) from None
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._connection is not None or self._is_void, CONNECT_TIMEOUT_S
+            )
+            if self._connection is None and not self._is_void:
+                raise DeadlineError(
+                    "nobody came to fetch by a bulk socket", allowed=f"{CONNECT_TIMEOUT_S} s"
+                )
+            return None if self._is_void else self._connection
+
+    def void(self) -> None:
+        """Wake who waits, and end the connection; from any thread. Repeating is fine."""
+        with self._changed:
+            self._is_void = True
+            self._changed.notify()
+            connection = self._connection
+        if connection is not None:
+            shut(connection)
+
+    def close(self) -> None:
+        """Make it void, and close the connection; by whoever uses it."""
+        self.void()
+        if self._connection is not None:
+            self._connection.close()
 
 
 class BulkListener:
@@ -74,9 +102,7 @@ class BulkListener:
         finally:
             with self._lock:
                 self._waiting.pop(ticket.secret, None)
-            # Nobody sets it any more: it is set, or never will be.
-            if ticket.connection.done():
-                ticket.connection.result().close()
+            ticket.close()
 
     def close(self) -> None:
         """Stop listening; connections that were handed out go on. Repeating is fine."""
@@ -106,13 +132,12 @@ class BulkListener:
                 context = server_ssl_context(self._credentials)
                 connection = context.wrap_socket(connection, server_side=True)
             secret = _read_secret(connection)
+            # Blocking from here on: whoever sends ends it by shutting it down.
+            connection.settimeout(None)
             with self._lock:
                 ticket = self._waiting.pop(secret, None)
-                if ticket is not None:
-                    # Blocking from here on: whoever sends ends it by shutting it down.
-                    connection.settimeout(None)
-                    ticket.connection.set_result(connection)
-                    return
+            if ticket is not None and ticket.show(connection):
+                return
             _log.warning("%s came to the bulk port without a valid ticket", peer)
         except (OSError, ConfigError) as error:
             _log.warning("%s did not show a ticket at the bulk port: %s", peer, error)

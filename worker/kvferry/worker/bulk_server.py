@@ -7,7 +7,7 @@ import grpc
 
 from kvferry.proto.errors import UnavailableError
 from kvferry.worker.bulk_listener import BulkListener
-from kvferry.worker.bulk_wire import send_frame, shut
+from kvferry.worker.bulk_wire import send_frame
 from kvferry.worker.frames import BulkOffer, Header
 from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.stall_watch import StallWatch
@@ -40,9 +40,11 @@ def send_bulk(
     with listener.ticket() as ticket:
         offer = BulkOffer(port=listener.port, ticket=ticket.secret)
         yield encode_header(replace(header, offer=offer))
+        # The end of the call, for whatever reason, ends a wait for the receiver.
+        if not context.add_callback(ticket.void):
+            return
         connection = ticket.wait()
-        # The end of the call, for whatever reason, ends a send that waits for the receiver.
-        if not context.add_callback(lambda: shut(connection)):
+        if connection is None:
             return
         for part in parts:
             assert isinstance(part, OutgoingFrame)

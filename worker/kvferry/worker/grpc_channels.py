@@ -10,19 +10,27 @@ from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import CredentialsError, UnavailableError
 from kvferry.proto.grpc_channel import open_channel
 from kvferry.worker.grpc_errors import error_of_call
+from kvferry.worker.own_process import OwnProcess
 
 
 class Channels:
     """Thread-safe. Make it after a fork, never before: gRPC does not survive one."""
 
     def __init__(self, credentials: Credentials | None) -> None:
+        self._own_process = OwnProcess()
         self._credentials = credentials
         self._lock = threading.Lock()
         self._channels: dict[str, grpc.Channel] = {}
 
     @contextmanager
     def lend(self, address: str) -> Iterator[grpc.Channel]:
-        """Lend the peer's channel; failed calls come out as kvferry's errors."""
+        """Lend the peer's channel; failed calls come out as kvferry's errors.
+
+        Raises:
+            BadInputError: this process was forked off since the channels were made.
+            KvferryError: what the body's calls failed with.
+        """
+        self._own_process.require()
         with self._lock:
             channel = self._channels.get(address)
             if channel is None:

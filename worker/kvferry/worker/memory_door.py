@@ -24,7 +24,8 @@ class MemoryDoor:
 
     Whoever connects is sent one message, `incarnation` and `num_blocks` in msgpack, with two
     descriptors: of the memory (the storages, each beginning on a page) and of the generations. Both
-    are sealed, so a peer cannot write.
+    are sealed, so a peer cannot write. The connection then stays open: its end tells each side that
+    the other has ended.
 
     Args:
         memory, residency: with an arena each.
@@ -40,6 +41,7 @@ class MemoryDoor:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0{self.name}")
         self._listener.listen()
+        self._readers: list[socket.socket] = []
         self._thread = threading.Thread(target=self._serve, name="kvferry-door", daemon=True)
         self._thread.start()
 
@@ -55,20 +57,40 @@ class MemoryDoor:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return  # closed
-            with connection:
-                self._hand_out(connection)
+                break  # closed
+            self._readers = [one for one in self._readers if not _has_left(one)]
+            if self._hand_out(connection):
+                self._readers.append(connection)
+            else:
+                connection.close()
+        for reader in self._readers:
+            reader.close()
 
-    def _hand_out(self, connection: socket.socket) -> None:
+    def _hand_out(self, connection: socket.socket) -> bool:
         connection.settimeout(SEND_TIMEOUT_S)
         try:
             pid, user = peer_process(connection)
             if user != os.getuid():
                 _log.warning("process %d of user %d asked for this worker's memory", pid, user)
-                return
+                return False
             socket.send_fds(connection, [self._message], [arena.fd for arena in self._arenas])
+            connection.setblocking(False)
         except OSError as error:
             _log.warning("memory could not be handed out: %s", error)
+            return False
+        return True
+
+
+def _has_left(reader: socket.socket) -> bool:
+    """Tell whether the other side has closed the connection, and close it here then."""
+    try:
+        reader.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    reader.close()
+    return True
 
 
 def peer_process(connection: socket.socket) -> tuple[int, int]:

@@ -1,6 +1,9 @@
 """The memory of peers on this host, mapped once for each life of a peer."""
 
+import socket
 import threading
+from contextlib import suppress
+from dataclasses import dataclass
 
 from kvferry.proto.errors import MismatchError
 from kvferry.worker.fetch_terms import Peer
@@ -8,33 +11,64 @@ from kvferry.worker.peer_memory import PeerMemory, attach
 from kvferry.worker.unusable_paths import PathUnusableError
 
 
+@dataclass(frozen=True, slots=True)
+class _Attached:
+    """`door` is the name of the peer's socket, which is made up anew for each life of a worker."""
+
+    door: str
+    memory: PeerMemory
+    connection: socket.socket
+
+
 class PeerMemories:
-    """Thread-safe. A peer's next life replaces its last."""
+    """Thread-safe. A peer's memory is let go when the peer ends, or another life replaces it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # The name of a socket is made up anew for each life of a worker.
-        self._memory_of: dict[str, tuple[str, PeerMemory]] = {}
+        self._attached: dict[str, _Attached] = {}
 
-    def of(self, peer: Peer, name: str) -> PeerMemory:
-        """Return the memory that the peer hands out at the socket `name`.
+    def of(self, peer: Peer, door: str) -> PeerMemory:
+        """Return the memory that the peer hands out at its socket `door`.
 
         Raises:
             PathUnusableError: it cannot be had.
         """
         with self._lock:
-            known = self._memory_of.get(peer.address)
-        if known is not None and known[0] == name:
-            return known[1]
+            known = self._attached.get(peer.address)
+            if known is not None and known.door == door:
+                return known.memory
         try:
-            memory = attach(name, peer)
+            memory, connection = attach(door, peer)
         except MismatchError as error:
             raise PathUnusableError("shm", str(error)) from error
+        attached = _Attached(door, memory, connection)
         with self._lock:
-            self._memory_of[peer.address] = (name, memory)
+            replaced = self._attached.get(peer.address)
+            self._attached[peer.address] = attached
+        if replaced is not None:
+            _hang_up(replaced)
+        threading.Thread(
+            target=self._follow, args=(peer.address, attached), name="kvferry-peer", daemon=True
+        ).start()
         return memory
 
     def close(self) -> None:
         """Let go of all of them; each is unmapped once nobody reads it."""
         with self._lock:
-            self._memory_of.clear()
+            attached, self._attached = list(self._attached.values()), {}
+        for one in attached:
+            _hang_up(one)
+
+    def _follow(self, address: str, attached: _Attached) -> None:
+        """Let a memory go when its connection ends; nothing is ever said on it."""
+        with attached.connection as connection, suppress(OSError):
+            connection.settimeout(None)
+            connection.recv(1)
+        with self._lock:
+            if self._attached.get(address) is attached:
+                del self._attached[address]
+
+
+def _hang_up(attached: _Attached) -> None:
+    with suppress(OSError):
+        attached.connection.shutdown(socket.SHUT_RDWR)

@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import msgpack
@@ -85,8 +85,10 @@ def copy_frames(
         session.placed(frame.segments[: frame.settle()])
 
 
-def attach(name: str, peer: Peer) -> PeerMemory:
-    """Return the memory of the worker behind a `MemoryDoor`.
+def attach(name: str, peer: Peer) -> tuple[PeerMemory, socket.socket]:
+    """Return the memory of the worker behind a `MemoryDoor`, and the open connection to the door.
+
+    The connection is closed from the other side when the worker ends, however it does.
 
     Args:
         name: of its socket.
@@ -95,10 +97,10 @@ def attach(name: str, peer: Peer) -> PeerMemory:
     Raises:
         MismatchError: the memory cannot be had, or is not what was expected.
     """
-    with ExitStack() as received:
+    with ExitStack() as received, ExitStack() as failed:
         try:
-            with _connected(name) as connection:
-                message, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
+            connection = failed.enter_context(_connect(name))
+            message, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
         except OSError as error:
             raise MismatchError("the peer's memory cannot be had", given=str(error)) from error
         for descriptor in descriptors:
@@ -107,16 +109,19 @@ def attach(name: str, peer: Peer) -> PeerMemory:
         plan = MemoryPlan(peer.identity, num_blocks=num_blocks, layout=peer.layout, rank=peer.rank)
         memory = map_arena(descriptors[0], sum(map(page_aligned, plan.storage_sizes)))
         generations = map_arena(descriptors[1], num_blocks * GENERATION_BYTES)
-    return PeerMemory(
+        failed.pop_all()
+    attached = PeerMemory(
         num_blocks,
         plan.groups(open_device("cpu"), cut(memory, plan.storage_sizes)),
         Generations(generations[: num_blocks * GENERATION_BYTES]),
     )
+    return attached, connection
 
 
-@contextmanager
-def _connected(name: str) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+def _connect(name: str) -> socket.socket:
+    with ExitStack() as failed:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        failed.enter_context(connection)
         connection.settimeout(ATTACH_TIMEOUT_S)
         connection.connect(f"\0{name}")
         pid, user = peer_process(connection)
@@ -126,7 +131,8 @@ def _connected(name: str) -> Iterator[socket.socket]:
                 given=f"process {pid} of user {user}",
                 allowed=f"user {os.getuid()}",
             )
-        yield connection
+        failed.pop_all()
+    return connection
 
 
 def _num_blocks(message: bytes, descriptors: Sequence[int], incarnation: int) -> int:

@@ -51,7 +51,8 @@ from kvferry.worker.unusable_paths import PathUnusableError, UnusablePaths
 CANCEL_POLL_S = 0.02
 # A source that is alive sends something far sooner; one that is frozen keeps its connection.
 STALL_TIMEOUT_S = 5.0
-CONNECT_TIMEOUT_S = 5.0
+# Within a cluster it takes milliseconds; a wall that answers nothing costs so long.
+CONNECT_TIMEOUT_S = 1.5
 
 FETCH_METHOD = "/kvferry.transfer.v1.Transfer/Fetch"
 STORE_METHOD = "/kvferry.transfer.v1.Transfer/Store"
