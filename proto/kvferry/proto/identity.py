@@ -5,6 +5,7 @@ Layout, block size and parallel sizes are deliberately not part of it: those are
 
 import hashlib
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import cbor2
@@ -117,7 +118,7 @@ class Identity:
 
     def digest(self) -> bytes:
         """Return 32 bytes that are equal exactly when the identities are."""
-        return hashlib.sha256(identity_to_cbor(self)).digest()
+        return _digest(self)
 
     def block_bytes(self, block_tokens: int) -> int:
         """Return the bytes that one block id of `block_tokens` tokens takes.
@@ -166,9 +167,16 @@ def identity_from_plain(plain: dict[str, Any]) -> Identity:
         ) from error
 
 
+# Every fetch names its identity; a process knows few.
+@lru_cache(maxsize=256)
 def identity_to_cbor(identity: Identity) -> bytes:
     """Return the identity as canonical CBOR: equal bytes exactly for equal identities."""
     return cbor2.dumps(identity_to_plain(identity), canonical=True)
+
+
+@lru_cache(maxsize=256)
+def _digest(identity: Identity) -> bytes:
+    return hashlib.sha256(identity_to_cbor(identity)).digest()
 
 
 def identity_from_cbor(data: bytes) -> Identity:

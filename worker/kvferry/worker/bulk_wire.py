@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ssl import SSLSocket
 
+import xxhash
 from google.protobuf.message import DecodeError
 
 from kvferry.proto.errors import TransferError, UnavailableError
+from kvferry.worker.checksum import in_windows
 from kvferry.worker.destination import Destination
 from kvferry.worker.frame_wire import decode_envelope, encode_envelope
 from kvferry.worker.frames import MAX_PAGE_BYTES, Segment
@@ -40,11 +42,13 @@ def send_frame(connection: socket.socket, frame: OutgoingFrame) -> None:
     while True:
         envelope = encode_envelope(frame.segments)
         prefix = _PREFIX.pack(len(envelope), sum(map(len, frame.pieces)))
-        checksum = frame.checksum
-        _send_pieces(connection, [memoryview(prefix + envelope), *frame.pieces])
+        head = [memoryview(prefix + envelope)]
+        for window in frame.hashed_windows():
+            _send_pieces(connection, head + window)
+            head = []
         kept = frame.settle()
         counts = kept == len(frame.segments)
-        connection.sendall(_TRAILER.pack(checksum, counts))
+        connection.sendall(_TRAILER.pack(frame.checksum, counts))
         if counts or not kept:
             return
         frame = frame.first(kept)
@@ -79,10 +83,15 @@ def receive_frames(
         if views is None and len(spare) < payload_bytes:
             spare = bytearray(payload_bytes)
         pieces = [memoryview(spare)[:payload_bytes]] if views is None else views
-        _read_pieces(connection, [*pieces, trailer])
+        digest = xxhash.xxh3_64()
+        for window in in_windows(pieces):
+            _read_pieces(connection, window)
+            for piece in window:
+                digest.update(piece)
+        _read_pieces(connection, [trailer])
         checksum, counts = _TRAILER.unpack(trailer)
         if counts:
-            session.verify(pieces, checksum)
+            session.verify(digest.intdigest(), checksum)
             if views is None:
                 destination.write(segments, pieces[0])
             session.placed(segments)

@@ -1,8 +1,11 @@
 """The checksum of a frame's payload, wherever its pieces lie."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import xxhash
+
+WINDOW_BYTES = 256 << 10
+"""So many bytes stay in a processor's cache between its checksum and its copy."""
 
 
 def checksum_of(pieces: Iterable[bytes | memoryview]) -> int:
@@ -11,3 +14,23 @@ def checksum_of(pieces: Iterable[bytes | memoryview]) -> int:
     for piece in pieces:
         digest.update(piece)
     return digest.intdigest()
+
+
+def in_windows(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """Yield consecutive pieces, about `WINDOW_BYTES` at a time, larger pieces cut."""
+    window: list[memoryview] = []
+    num_bytes = 0
+    for piece in pieces:
+        for part in _parts(piece):
+            num_bytes += len(part)
+            if num_bytes > WINDOW_BYTES:
+                yield window
+                window, num_bytes = [], len(part)
+            window.append(part)
+    yield window
+
+
+def _parts(piece: memoryview) -> list[memoryview]:
+    if len(piece) <= WINDOW_BYTES:
+        return [piece]
+    return [piece[at : at + WINDOW_BYTES] for at in range(0, len(piece), WINDOW_BYTES)]

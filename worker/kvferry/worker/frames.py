@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.ids import BlockId
 
-DEFAULT_FRAME_BYTES = 1 << 20
+DEFAULT_FRAME_BYTES = 2 << 20
 
 # Half of the message limit set on both ends of a channel, so that envelope and payload always fit.
 MAX_PAGE_BYTES = 32 << 20

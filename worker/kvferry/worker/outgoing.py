@@ -1,9 +1,11 @@
 """What leaves a worker: the answer to a fetch, and its frames, which are checked after the copy."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from kvferry.worker.checksum import checksum_of
+import xxhash
+
+from kvferry.worker.checksum import checksum_of, in_windows
 from kvferry.worker.frames import Geometry, Segment
 
 
@@ -41,12 +43,22 @@ class OutgoingFrame:
         self.pieces = served.pieces(segments)
         self.lost_hash: int | None = None
         self.is_settled = False
+        self._checksum: int | None = None
         self._served = served
 
     @property
     def checksum(self) -> int:
-        """The xxh3-64 of the pieces as they are now."""
-        return checksum_of(self.pieces)
+        """The xxh3-64 of the pieces: as `hashed_windows` found them, or else as they are now."""
+        return checksum_of(self.pieces) if self._checksum is None else self._checksum
+
+    def hashed_windows(self) -> Iterator[list[memoryview]]:
+        """Yield the pieces some at a time, each to be copied at once: its checksum is just made."""
+        digest = xxhash.xxh3_64()
+        for window in in_windows(self.pieces):
+            for piece in window:
+                digest.update(piece)
+            yield window
+        self._checksum = digest.intdigest()
 
     def settle(self) -> int:
         """Return how many of the first segments are unchanged since their blocks were found."""

@@ -21,6 +21,7 @@ from kvferry.proto.step_messages import Source
 from kvferry.worker.block_io import scatter
 from kvferry.worker.frames import DEFAULT_FRAME_BYTES, Frame, Header, SharedOffer
 from kvferry.worker.group_load import GroupLoad
+from kvferry.worker.heap import keep_freed_memory
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.layout_pull import pull_loads
 from kvferry.worker.memory_door import MemoryDoor
@@ -67,6 +68,7 @@ class WorkerService:
         paths: Sequence[Path] = ALL_PATHS,
         credentials: Credentials | None = None,
     ) -> None:
+        keep_freed_memory()
         self.identity = memory.identity
         self.incarnation = incarnation
         self.memory = memory

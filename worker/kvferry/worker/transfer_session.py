@@ -77,16 +77,16 @@ class PullSession:
         """
         if self._num_found is None:
             raise TransferError("a frame before the header")
-        self.verify([frame.payload], frame.checksum)
+        self.verify(checksum_of([frame.payload]), frame.checksum)
         self.admit_segments(frame.segments, len(frame.payload))
 
-    def verify(self, pieces: Iterable[bytes | memoryview], checksum: int) -> None:
-        """Check the bytes of a frame.
+    def verify(self, found: int, checksum: int) -> None:
+        """Check the checksum of the bytes that came against the one that came with them.
 
         Raises:
-            TransferError: they have another checksum.
+            TransferError: they are not the same.
         """
-        if checksum_of(pieces) != checksum:
+        if found != checksum:
             self.num_checksum_failures += 1
             raise TransferError("a frame's checksum is wrong")
 
