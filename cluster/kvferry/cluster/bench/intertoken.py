@@ -32,6 +32,9 @@ from kvferry.worker.service import WorkerService
 # Of the shape of a model of 135 M parameters, with 12 of its 30 layers.
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 12, 9, 3, 64
 NUM_SERVED = 64
+BATCH = 8
+"""Sequences that are decoded at once."""
+
 PROMPT_TOKENS = 256
 TOKENS_PER_PHASE = 100
 PATHS: dict[str, tuple[Path, ...]] = {"grpc": (), "bulk": ("bulk",), "shm": ("shm",)}
@@ -77,7 +80,8 @@ class _Decoding:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         loaded = _random_model()
-        num_own = -(-(PROMPT_TOKENS + TOKENS_PER_PHASE) // BLOCK_TOKENS)
+        table_blocks = -(-(PROMPT_TOKENS + TOKENS_PER_PHASE) // BLOCK_TOKENS)
+        num_own = BATCH * table_blocks
         memory = KvMemory(
             open_device("cpu"),
             loaded.identity,
@@ -89,7 +93,10 @@ class _Decoding:
         self.worker.written(FIRST_GROUP, zip(hashes_of(NUM_SERVED), served, strict=True))
         self.address = self.worker.serve()
         self._runner = ModelRunner(loaded, memory.layers, BLOCK_TOKENS)
-        self._table = [list(range(1, 1 + num_own))]
+        self._tables = [
+            [list(range(1 + first, 1 + first + table_blocks))]
+            for first in range(0, num_own, table_blocks)
+        ]
         self._forward(range(PROMPT_TOKENS), 0)
 
     def p99_ms(self) -> float:
@@ -102,10 +109,14 @@ class _Decoding:
         return float(np.quantile(took, 0.99))
 
     def _forward(self, token_ids: Any, position: int) -> None:
-        piece = SequenceSlice(
-            token_ids=list(token_ids), start_position=position, block_tables=self._table
+        self._runner.forward(
+            [
+                SequenceSlice(
+                    token_ids=list(token_ids), start_position=position, block_tables=table
+                )
+                for table in self._tables
+            ]
         )
-        self._runner.forward([piece])
 
 
 def _random_model() -> LoadedModel:
