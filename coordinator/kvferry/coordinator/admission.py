@@ -6,34 +6,24 @@ from typing import NamedTuple
 
 from kvferry.coordinator.handoff import HandoffEvent
 from kvferry.coordinator.hit_finders import GroupBlocks
-from kvferry.coordinator.instances import Instance, LoadInFlight
+from kvferry.coordinator.instances import Instance
+from kvferry.coordinator.loading import Loading
 from kvferry.coordinator.request_state import RequestState, known_content
 from kvferry.coordinator.state import ServiceState
 from kvferry.coordinator.step_outcome import StepOutcome
-from kvferry.proto.step_messages import AdmitAsk, Load, Scheduled
+from kvferry.proto.step_messages import AdmitAsk, Scheduled
 
 
-def admit_waiting(
-    state: ServiceState,
-    instance: Instance,
-    waiting: Iterable[AdmitAsk],
-    outcome: StepOutcome,
-    *,
-    now: float,
-    step_lease_s: float,
-) -> None:
+def admit_waiting(loading: Loading, waiting: Iterable[AdmitAsk], *, load_ttl_s: float) -> None:
     """Admit from the front until one does not fit the pool or the token budget.
 
     Args:
-        state: of the whole service; leases and handoffs are noted there.
-        instance: whose step this is.
-        waiting: what it asks to admit, first to last.
-        outcome: is filled with what was admitted, and what has to be loaded.
-        now: seconds on the coordinator's clock.
-        step_lease_s: how long the sources of a load are leased, in seconds.
+        loading: the loads of the step; what was admitted goes to its outcome.
+        waiting: what the instance asks to admit, first to last.
+        load_ttl_s: how long a load may take, and its sources are leased, in seconds.
 
     """
-    admission = _Admission(state, instance, outcome, now, step_lease_s)
+    admission = _Admission(loading.state, loading.instance, loading.outcome, loading, load_ttl_s)
     for ask in waiting:
         if not admission.admit(ask):
             return
@@ -51,8 +41,8 @@ class _Admission:
     state: ServiceState
     instance: Instance
     outcome: StepOutcome
-    now: float
-    step_lease_s: float
+    loading: Loading
+    load_ttl_s: float
 
     def admit(self, ask: AdmitAsk) -> bool:
         """Admit one request, or change nothing and return False."""
@@ -106,8 +96,7 @@ class _Admission:
     def _admit_load(
         self, ask: AdmitAsk, request: RequestState, hit: _Hit, holder: Instance, num_hashes: int
     ) -> bool:
-        hash_tokens = self.instance.hash_block_tokens
-        held_tokens = num_hashes * hash_tokens
+        held_tokens = num_hashes * self.instance.hash_block_tokens
         granted = self.instance.manager.allocate_slots(
             request,
             0,
@@ -118,36 +107,8 @@ class _Admission:
         )
         if granted is None:
             return False
-        lease = self.state.lease_blocks(
-            holder,
-            self.state.blocks_of_prefix(
-                holder,
-                ask.hashes,
-                self.instance.rules,
-                start=hit.num_tokens // hash_tokens,
-                end=num_hashes,
-            ),
-            num_prefix_hashes=num_hashes,
-            now=self.now,
-            ttl_s=self.step_lease_s,
-            beneficiary=self.instance.info.instance_id,
-        )
         self._enter(ask, request, hit)
-        self.instance.loads[ask.request_id] = LoadInFlight(
-            lease_id=lease.lease_id,
-            hit_tokens=hit.num_tokens,
-            asked_tokens=held_tokens,
-        )
-        self.outcome.loads.append(
-            Load(
-                request_id=ask.request_id,
-                block_ids=self.instance.tables(ask.request_id),
-                num_hit_blocks=hit.num_tokens // self.instance.block_tokens,
-                source=holder.source,
-                lease_id=lease.lease_id,
-                ttl_s=lease.deadline_s - self.now,
-            )
-        )
+        self.loading.begin(request, holder, num_hashes, ttl_s=self.load_ttl_s)
         self.state.move_decode_handoff(self.instance, ask.request_id, HandoffEvent.PULL_STARTED)
         return True
 

@@ -9,7 +9,15 @@ from kvferry.coordinator.prefix_rules import rules_of
 from kvferry.coordinator.request_state import RequestState
 from kvferry.coordinator.token_accounts import TokenAccounts
 from kvferry.proto.group_specs import specs_of, takes_partial_loads
-from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, LeaseId, RequestId
+from kvferry.proto.ids import (
+    NULL_BLOCK,
+    BlockHash,
+    BlockId,
+    GroupId,
+    InstanceId,
+    LeaseId,
+    RequestId,
+)
 from kvferry.proto.instance_stats import InstanceStats
 from kvferry.proto.messages import InstanceInfo
 from kvferry.proto.shared_chain import hashes_per_block
@@ -20,13 +28,17 @@ from kvferry.proto.step_messages import Source
 class LoadInFlight:
     """A request's blocks are being fetched; until its `LoadResult`, a writer may be open.
 
-    `hit_tokens` were local, `asked_tokens` counts them and what was asked for, from the prompt's
-    start. `cancelled`: the engine was told to stop. `released`: the request has ended meanwhile.
+    `hit_tokens` were in place before, `asked_tokens` counts them and what was asked for, from the
+    prompt's start. `deadline_s`: until when it may go on, at whichever holder. `tried`: who was
+    asked, now the last one. `cancelled`: the engine was told to stop. `released`: the request has
+    ended meanwhile.
     """
 
     lease_id: LeaseId
     hit_tokens: int
     asked_tokens: int
+    deadline_s: float
+    tried: tuple[InstanceId, ...]
     cancelled: bool = False
     released: bool = False
 
@@ -97,6 +109,10 @@ class Instance:
     def num_requests(self) -> int:
         """Running and loading requests."""
         return len(self.requests)
+
+    def is_running(self, request_id: RequestId) -> bool:
+        """Tell whether a request is here and none of its blocks are being fetched."""
+        return request_id in self.requests and request_id not in self.loads
 
     @property
     def num_usable_blocks(self) -> int:

@@ -70,18 +70,21 @@ def _check_index(instance: Instance) -> None:
 
 
 def _check_owners(state: ServiceState, instance: Instance) -> None:
-    """Every reference has an owner, and unfindable blocks have one owner at most."""
+    """Every reference has an owner, and blocks to be written have one owner at most."""
     pool, name = instance.manager.pool, instance.info.instance_id
     owners: Counter[BlockId] = Counter()
+    unwritten: set[BlockId] = set()
     for group in instance.manager.groups:
         for request_id, table in group.tables():
             _require_equal(
                 f"{name}: table of request {request_id}", request_id in instance.requests, True
             )
             owners.update(block for block in table if block != NULL_BLOCK)
-    for block, count in owners.items():
-        if count > 1 and pool.key_of(block) is None:
-            raise InvariantError(f"{name}: unfindable block {block} is in {count} tables")
+            num_written = instance.requests[request_id].num_computed_tokens // group.block_tokens
+            unwritten.update(block for block in table[num_written:] if block != NULL_BLOCK)
+    for block in unwritten:
+        if owners[block] > 1:
+            raise InvariantError(f"{name}: unwritten block {block} is in {owners[block]} tables")
     for lease in state.leases.live():
         if lease.instance_id == name:
             owners.update(lease.block_ids)

@@ -11,13 +11,13 @@ from kvferry.coordinator.admission import admit_waiting
 from kvferry.coordinator.handoff import HandoffEvent
 from kvferry.coordinator.hit_finders import GroupBlocks
 from kvferry.coordinator.instances import Instance
+from kvferry.coordinator.loading import Loading
 from kvferry.coordinator.request_state import RequestState
 from kvferry.coordinator.state import ServiceState
 from kvferry.coordinator.step_checks import check_step
 from kvferry.coordinator.step_outcome import StepOutcome
 from kvferry.proto.ids import RequestId
 from kvferry.proto.step_messages import (
-    LoadResult,
     Progress,
     Release,
     RunningAsk,
@@ -39,53 +39,22 @@ def apply_step(
     """
     check_step(instance, step)
     outcome = StepOutcome(token_budget=step.token_budget, max_ahead_tokens=step.ahead_tokens)
-    for result in step.load_results:
-        _end_load(state, instance, result, outcome)
+    loading = Loading(state, instance, outcome, now)
+    failed_loads = loading.end(step.load_results)
     for progress in step.progress:
         _follow(state, instance, progress)
     for release in step.releases:
         _release(state, instance, release, outcome, now)
+    loading.go_on(failed_loads)
     # What was reported is written: states among it may be hit from here on.
     instance.manager.start_step()
     running = _RunningGrants(state, instance, outcome)
-    running.grant([ask for ask in step.running if ask.request_id in instance.requests])
+    running.grant([ask for ask in step.running if instance.is_running(ask.request_id)])
     # Whoever gave way in this step must not lose its blocks to a newcomer.
     if not (outcome.preempted or outcome.cancel_loads or running.num_promised):
-        admit_waiting(state, instance, step.waiting, outcome, now=now, step_lease_s=step_lease_s)
+        admit_waiting(loading, step.waiting, load_ttl_s=step_lease_s)
     state.counters["preemptions"] += len(set(outcome.preempted) - outcome.failed_loads)
     return outcome.reply()
-
-
-def _end_load(
-    state: ServiceState, instance: Instance, result: LoadResult, outcome: StepOutcome
-) -> None:
-    load = instance.loads.pop(result.request_id, None)
-    if load is None:
-        state.counters["ignored_messages"] += 1
-        return
-    state.end_lease(load.lease_id)
-    if result.error is not None:
-        state.counters["failed_loads"] += 1
-    if load.cancelled:
-        instance.forget_request(result.request_id)
-        if load.released:
-            state.move_decode_handoff(instance, result.request_id, HandoffEvent.FAILED)
-        else:
-            outcome.preempted.append(result.request_id)
-            state.move_decode_handoff(instance, result.request_id, HandoffEvent.PULL_CANCELLED)
-        return
-    if result.num_computed_tokens < load.asked_tokens and not instance.takes_partial_loads:
-        # Some group lacks the blocks before the end of what arrived, and those before its hit.
-        instance.forget_request(result.request_id)
-        outcome.preempted.append(result.request_id)
-        outcome.failed_loads.add(result.request_id)
-        state.move_decode_handoff(instance, result.request_id, HandoffEvent.FAILED)
-        return
-    request = instance.requests[result.request_id]
-    request.num_computed_tokens = result.num_computed_tokens
-    instance.manager.cache_blocks(request, result.num_computed_tokens)
-    instance.accounts.loaded(result.request_id, result.num_computed_tokens)
-    state.move_decode_handoff(instance, result.request_id, HandoffEvent.FINISHED)
 
 
 def _follow(state: ServiceState, instance: Instance, progress: Progress) -> None:

@@ -5,10 +5,10 @@ Reports about requests that are gone are no contradiction: a completion may cros
 
 from collections.abc import Iterable
 
-from kvferry.coordinator.instances import Instance
+from kvferry.coordinator.instances import Instance, LoadInFlight
 from kvferry.proto.errors import BadInputError, NeverFitsError, NotFoundError, PromptTooLongError
 from kvferry.proto.ids import RequestId
-from kvferry.proto.step_messages import AdmitAsk, LoadResult, Progress, Step
+from kvferry.proto.step_messages import AdmitAsk, LoadFailure, LoadResult, Progress, Step
 
 
 def check_step(instance: Instance, step: Step) -> None:
@@ -70,6 +70,18 @@ def _check_load_result(instance: Instance, result: LoadResult) -> None:
             allowed=f"{load.hit_tokens} to {load.asked_tokens}, in whole blocks of "
             f"{instance.block_tokens} tokens; of several groups, or one with a window, one or the "
             "other",
+        )
+    if result.failure is not None:
+        _check_failure(instance, load, result.failure)
+
+
+def _check_failure(instance: Instance, load: LoadInFlight, failure: LoadFailure) -> None:
+    num_groups, num_blocks = len(instance.rules), load.asked_tokens // instance.block_tokens
+    if not 0 <= failure.group_id < num_groups or not 0 <= failure.block < num_blocks:
+        raise BadInputError(
+            "a failure at a block that no load has asked for",
+            given=f"block {failure.block} of group {failure.group_id}",
+            allowed=f"blocks 0 to {num_blocks - 1} of groups 0 to {num_groups - 1}",
         )
 
 

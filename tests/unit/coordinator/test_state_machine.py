@@ -29,6 +29,7 @@ behaviours = st.builds(
     handoff=st.booleans(),
     end=st.frozensets(st.integers(0, 9), max_size=1),
     arrived=st.lists(st.sampled_from([9, 1, 0]), max_size=2).map(tuple),
+    error_type=st.sampled_from(["UnavailableError", "NotFoundError"]),
 )
 
 

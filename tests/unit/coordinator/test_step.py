@@ -8,6 +8,7 @@ from tests.unit.coordinator.fleet import (
     Fleet,
     admit,
     chain,
+    failed,
     load_blocks,
     loaded,
     new_blocks,
@@ -140,7 +141,7 @@ def test_a_whole_load_makes_blocks_findable_and_ends_the_lease(fleet: Fleet) -> 
 def test_a_short_load_counts_what_arrived_and_the_rest_is_computed(fleet: Fleet) -> None:
     fleet.cache("a", "xyz")
     load = fleet.admit_load("b", admit("r", "xyz"))
-    reply = fleet.step("b", load_results=(loaded("r", 4, "source died"),), running=(runs("r", 13),))
+    reply = fleet.step("b", load_results=(loaded("r", 4, failed(1)),), running=(runs("r", 13),))
     (scheduled,) = reply.scheduled
     assert (scheduled.num_computed_tokens, num_granted(scheduled)) == (4, 9)
     assert len(load_blocks(load)) == 3
@@ -238,7 +239,7 @@ def test_a_request_released_while_loading_gives_its_blocks_back_with_the_load_re
     fleet = two_running_and_a_load()
     assert fleet.step("b", releases=(release("l"),)).cancel_loads == ("l",)
     assert fleet.num_free("b") == 0
-    reply = fleet.step("b", load_results=(loaded("l", 0, "stopped"),))
+    reply = fleet.step("b", load_results=(loaded("l", 0, failed(0)),))
     assert (reply.preempted, fleet.num_free("b")) == ((), 3)
 
 
@@ -376,11 +377,11 @@ def test_a_failed_load_of_several_groups_gives_all_back_and_is_no_preemption() -
     fleet.register("b", num_blocks=40)
     fleet.cache("a", "xyzw")
     fleet.admit_load("b", admit("r", "xyzw"))
-    reply = fleet.step("b", load_results=(loaded("r", 0, "peer died"),))
+    reply = fleet.step("b", load_results=(loaded("r", 0, failed(0)),))
     assert reply.preempted == ("r",)
     assert fleet.num_free("b") == 39
     counters = fleet.describe().counters
     assert (counters["failed_loads"], counters["preemptions"]) == (1, 0)
     fleet.admit_load("b", admit("s", "xyzw"))
     with pytest.raises(BadInputError, match="one or the other"):
-        fleet.step("b", load_results=(loaded("s", 4, "short"),))
+        fleet.step("b", load_results=(loaded("s", 4, failed(1)),))

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from kvferry.cluster.ports import CoordinatorPort
 from kvferry.cluster.serving.limits import Limits, require_fits
+from kvferry.cluster.serving.load_report import load_result
 from kvferry.cluster.serving.outbox import Outbox
 from kvferry.cluster.serving.requests import EngineRequest, Output, OutputBatch
 from kvferry.cluster.serving.scheduler import LoadOrder, Scheduler
@@ -248,11 +249,11 @@ class Engine:
         self._asking = None
         work = self._scheduler.apply(reply)
         self._mover.reused(work.reused_block_ids)
-        for request_id in work.cancel_loads:
-            self._cancel_load(request_id)
         for order in work.loads:
             self._cancels[order.load.request_id] = threading.Event()
             self._loaders.submit(self._load, order, self._cancels[order.load.request_id])
+        for request_id in work.cancel_loads:
+            self._cancel_load(request_id)
         self._nothing_came = not (reply.scheduled or reply.loads)
         self._publish(self._scheduler.take_outputs())
 
@@ -306,33 +307,13 @@ class Engine:
             outcome = PullOutcome(
                 num_blocks_of_run=(0,) * len(order.loads),
                 num_bytes=0,
-                error=f"{type(failure).__name__}: {failure}",
+                error=str(failure),
+                error_type=type(failure).__name__,
             )
-        if outcome.error is not None:
-            log.warning(
-                "request %s: %d of %d blocks came from %s: %s",
-                load.request_id,
-                sum(outcome.num_blocks_of_run),
-                sum(len(one.block_ids) for one in order.loads),
-                load.source.instance_id,
-                outcome.error,
-            )
-        result = LoadResult(
-            request_id=load.request_id,
-            num_computed_tokens=self._tokens_in_place(order, outcome),
-            error=outcome.error,
-        )
+        result = load_result(order, outcome, self._limits)
         with self._wake:
             self._loads_ended.append((result, outcome.num_bytes))
             self._wake.notify_all()
-
-    def _tokens_in_place(self, order: LoadOrder, outcome: PullOutcome) -> int:
-        """Return how many tokens of the prompt a load has left in place, local hits included."""
-        if outcome.error is None:
-            return len(order.load.block_ids[0]) * self._limits.block_tokens
-        if not self._limits.takes_partial_loads:
-            return order.hit_tokens
-        return order.hit_tokens + outcome.num_blocks_of_run[0] * self._limits.block_tokens
 
     def _cancel_load(self, request_id: RequestId | None) -> None:
         if request_id is not None and request_id in self._cancels:

@@ -66,12 +66,12 @@ class LoadOrder:
 class Work:
     """What an engine does with one reply, in this order.
 
-    Drop residency of `reused_block_ids`, stop `cancel_loads`, start `loads`.
+    Drop residency of `reused_block_ids`, start `loads`, stop `cancel_loads`.
     """
 
     reused_block_ids: tuple[BlockId, ...]
-    cancel_loads: tuple[RequestId, ...]
     loads: tuple[LoadOrder, ...]
+    cancel_loads: tuple[RequestId, ...]
 
 
 class Scheduler:
@@ -139,15 +139,20 @@ class Scheduler:
         return None
 
     def load_ended(self, result: LoadResult, pulled_bytes: int) -> None:
-        """Note that a load's writer is closed; unknown ids are ignored."""
+        """Note that a load's writer is closed; unknown ids are ignored.
+
+        After a failure the next reply may make the request load again.
+        """
         sequence = self._loading.pop(result.request_id, None)
         if sequence is None:
             return
         self._load_results.append(result)
         sequence.pulled_bytes += pulled_bytes
-        sequence.load_failed = result.error is not None and not self._limits.takes_partial_loads
-        if (sequence.cancelled or sequence.load_failed) and not sequence.aborted:
-            # The coordinator takes its blocks back and names it in `preempted`.
+        failed = result.failure is not None and not sequence.cancelled
+        sequence.load_failed |= failed
+        useless = failed and not self._limits.takes_partial_loads
+        if (sequence.cancelled or useless) and not sequence.aborted:
+            # Unless it loads again, its blocks are taken back and it is named in `preempted`.
             self._loading[result.request_id] = sequence
             return
         sequence.num_computed_tokens = result.num_computed_tokens
@@ -209,6 +214,7 @@ class Scheduler:
         reused: list[BlockId] = []
         for request_id in reply.preempted:
             self._preempt(request_id)
+        loads = tuple(self._load_order(load) for load in reply.loads)
         for request_id in reply.cancel_loads:
             if request_id in self._loading:
                 self._loading[request_id].cancelled = True
@@ -218,8 +224,8 @@ class Scheduler:
             self._take_grant(scheduled)
         return Work(
             reused_block_ids=tuple(reused),
+            loads=loads,
             cancel_loads=reply.cancel_loads,
-            loads=tuple(self._load_order(load) for load in reply.loads),
         )
 
     def next_runs(self) -> tuple[Run, ...]:
@@ -274,6 +280,7 @@ class Scheduler:
             target_tokens=sequence.target_tokens,
             hashes=tuple(sequence.chain.hashes),
             resumed=sequence.was_admitted,
+            # Who failed must not be asked again, and what came before is likely to be here.
             allow_remote=not sequence.load_failed,
             content=sequence.content() if self._tells_content else None,
         )
@@ -298,14 +305,23 @@ class Scheduler:
     def _admit(self, sequence: RequestSequence) -> None:
         self._waiting.remove(sequence)
         sequence.was_admitted = True
-        sequence.cancelled = sequence.load_failed = False
+        sequence.cancelled = False
+
+    def _begin_load(self, load: Load) -> RequestSequence:
+        """Return the request, which now loads: it was waiting, or an earlier load has ended."""
+        sequence = self._loading.get(load.request_id) or _find(self._running, load.request_id)
+        if sequence is None:
+            sequence = next(s for s in self._waiting if s.request_id == load.request_id)
+            self._admit(sequence)
+        elif sequence in self._running:
+            self._running.remove(sequence)
+        self._loading[load.request_id] = sequence
+        sequence.take_tables(load.block_ids)
+        sequence.num_hit_tokens = load.num_hit_blocks * self._limits.block_tokens
+        return sequence
 
     def _load_order(self, load: Load) -> LoadOrder:
-        sequence = next(s for s in self._waiting if s.request_id == load.request_id)
-        self._admit(sequence)
-        sequence.grant(load.block_ids, 0)
-        sequence.num_hit_tokens = load.num_hit_blocks * self._limits.block_tokens
-        self._loading[load.request_id] = sequence
+        sequence = self._begin_load(load)
         loads = []
         for group_id, table in enumerate(load.block_ids):
             # The null blocks, which need nothing, are the first ones.
@@ -326,6 +342,7 @@ class Scheduler:
 
     def _preempt(self, request_id: RequestId) -> None:
         sequence = self._loading.pop(request_id, None)
+        gave_way = sequence is None or sequence.cancelled
         if sequence is None:
             sequence = _find(self._running, request_id)
             if sequence is None:
@@ -336,7 +353,7 @@ class Scheduler:
             return
         self._written.pop(request_id, None)
         sequence.reset()
-        if not sequence.load_failed:
+        if gave_way:
             sequence.preemptions += 1
         self._waiting.appendleft(sequence)
         self._sort()

@@ -124,6 +124,11 @@ class Sequence:
             table.extend(new)
         self.granted_tokens = max(self.granted_tokens, granted_tokens)
 
+    def take_tables(self, tables: Iterable[tuple[BlockId, ...]]) -> None:
+        """Append what these tables, which begin as the own ones do, have beyond them."""
+        for own, table in zip(self.block_tables, tables, strict=True):
+            own.extend(table[len(own) :])
+
     def rank(self) -> int:
         """Return the sort key of the priority policy; lower runs first."""
         return self.request.priority
