@@ -19,10 +19,10 @@ from typing import Protocol
 
 from kvferry.cluster.ports import CoordinatorPort
 from kvferry.cluster.serving.limits import Limits, require_fits
-from kvferry.cluster.serving.load_report import load_result
+from kvferry.cluster.serving.load_orders import LoadOrder, load_result
 from kvferry.cluster.serving.outbox import Outbox
 from kvferry.cluster.serving.requests import EngineRequest, Output, OutputBatch
-from kvferry.cluster.serving.scheduler import LoadOrder, Scheduler
+from kvferry.cluster.serving.scheduler import Scheduler
 from kvferry.cluster.serving.sequence import Run
 from kvferry.proto.errors import ConfigError, DeadlineError, InstanceDiedError, KvferryError
 from kvferry.proto.ids import (

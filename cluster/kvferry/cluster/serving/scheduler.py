@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvferry.cluster.serving.limits import Limits
+from kvferry.cluster.serving.load_orders import LoadOrder, load_order
 from kvferry.cluster.serving.requests import (
     EngineRequest,
     Finished,
@@ -28,10 +29,8 @@ from kvferry.cluster.serving.requests import (
 from kvferry.cluster.serving.sequence import Run, WrittenBlock
 from kvferry.cluster.serving.sequence import Sequence as RequestSequence
 from kvferry.proto.ids import (
-    NULL_BLOCK,
     BlockId,
     Epoch,
-    GroupId,
     Incarnation,
     InstanceId,
     RequestId,
@@ -47,19 +46,9 @@ from kvferry.proto.step_messages import (
     Step,
     StepReply,
 )
-from kvferry.worker.group_load import GroupLoad, group_load
 
 AHEAD_BLOCKS = 2
 """Blocks that a running request would like ahead; the coordinator is asked when half are left."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOrder:
-    """Blocks to fetch from a peer, of each group that needs any, beyond `hit_tokens`."""
-
-    load: Load
-    loads: tuple[GroupLoad, ...]
-    hit_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +203,7 @@ class Scheduler:
         reused: list[BlockId] = []
         for request_id in reply.preempted:
             self._preempt(request_id)
-        loads = tuple(self._load_order(load) for load in reply.loads)
+        loads = tuple(self._begin_load(load) for load in reply.loads)
         for request_id in reply.cancel_loads:
             if request_id in self._loading:
                 self._loading[request_id].cancelled = True
@@ -307,8 +296,8 @@ class Scheduler:
         sequence.was_admitted = True
         sequence.cancelled = False
 
-    def _begin_load(self, load: Load) -> RequestSequence:
-        """Return the request, which now loads: it was waiting, or an earlier load has ended."""
+    def _begin_load(self, load: Load) -> LoadOrder:
+        """Let a request load that was waiting, or whose earlier load has ended."""
         sequence = self._loading.get(load.request_id) or _find(self._running, load.request_id)
         if sequence is None:
             sequence = next(s for s in self._waiting if s.request_id == load.request_id)
@@ -318,27 +307,12 @@ class Scheduler:
         self._loading[load.request_id] = sequence
         sequence.take_tables(load.block_ids)
         sequence.num_hit_tokens = load.num_hit_blocks * self._limits.block_tokens
-        return sequence
-
-    def _load_order(self, load: Load) -> LoadOrder:
-        sequence = self._begin_load(load)
-        loads = []
-        for group_id, table in enumerate(load.block_ids):
-            # The null blocks, which need nothing, are the first ones.
-            first = max(load.num_hit_blocks, table.count(NULL_BLOCK))
-            if first < len(table):
-                loads.append(
-                    group_load(
-                        sequence.chain.hashes,
-                        GroupId(group_id),
-                        table[first:],
-                        first_block=first,
-                        block_tokens=self._limits.block_tokens,
-                        source_block_tokens=load.source.layout.virtual_block_tokens,
-                        hash_block_tokens=self._scheme.hash_block_tokens,
-                    )
-                )
-        return LoadOrder(load=load, loads=tuple(loads), hit_tokens=sequence.num_hit_tokens)
+        return load_order(
+            load,
+            sequence.chain.hashes,
+            block_tokens=self._limits.block_tokens,
+            hash_block_tokens=self._scheme.hash_block_tokens,
+        )
 
     def _preempt(self, request_id: RequestId) -> None:
         sequence = self._loading.pop(request_id, None)

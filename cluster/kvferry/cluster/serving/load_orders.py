@@ -1,14 +1,58 @@
-"""What an engine tells the coordinator of a load that has ended."""
+"""What an engine fetches for a load, and what it tells the coordinator when that has ended."""
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvferry.cluster.serving.limits import Limits
-from kvferry.cluster.serving.scheduler import LoadOrder
-from kvferry.proto.step_messages import LoadFailure, LoadResult
-from kvferry.worker.group_load import GroupLoad
+from kvferry.proto.ids import NULL_BLOCK, BlockHash, GroupId
+from kvferry.proto.step_messages import Load, LoadFailure, LoadResult
+from kvferry.worker.group_load import GroupLoad, group_load
 from kvferry.worker.pull import PullOutcome
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOrder:
+    """Blocks to fetch from a peer, of each group that needs any, beyond `hit_tokens`."""
+
+    load: Load
+    loads: tuple[GroupLoad, ...]
+    hit_tokens: int
+
+
+def load_order(
+    load: Load, hashes: Sequence[BlockHash], *, block_tokens: int, hash_block_tokens: int
+) -> LoadOrder:
+    """Return what to fetch for a load.
+
+    Args:
+        load: as the coordinator said it.
+        hashes: the request's, as far as they are known.
+        block_tokens: tokens of a (virtual) block here.
+        hash_block_tokens: tokens of one hash.
+
+    Raises:
+        ConfigError: as `group_load`.
+    """
+    loads = []
+    for group_id, table in enumerate(load.block_ids):
+        # The null blocks, which need nothing, are the first ones.
+        first = max(load.num_hit_blocks, table.count(NULL_BLOCK))
+        if first < len(table):
+            loads.append(
+                group_load(
+                    hashes,
+                    GroupId(group_id),
+                    table[first:],
+                    first_block=first,
+                    block_tokens=block_tokens,
+                    source_block_tokens=load.source.layout.virtual_block_tokens,
+                    hash_block_tokens=hash_block_tokens,
+                )
+            )
+    return LoadOrder(load=load, loads=tuple(loads), hit_tokens=load.num_hit_blocks * block_tokens)
 
 
 def load_result(order: LoadOrder, outcome: PullOutcome, limits: Limits) -> LoadResult:
