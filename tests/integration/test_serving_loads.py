@@ -1,5 +1,8 @@
-"""Loads that fail at one holder and go on at another, over real ranks and gRPC in one process."""
+"""Loads that go on at another holder, and loads for many, over real ranks and gRPC."""
 
+import asyncio
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +20,8 @@ from kvferry.cluster.serving.routing import Route
 from kvferry.proto.hashing import hash_tokens
 from kvferry.proto.ids import BlockId, InstanceId
 from kvferry.proto.messages import Locate, Located
+from kvferry.worker.frames import Frame, Header
+from kvferry.worker.transfer_wire import FetchAsk
 
 TOKENS = prompt(1, 100)
 
@@ -92,3 +97,88 @@ def test_what_a_holder_has_lost_comes_from_another_and_is_not_promised_again(
     assert held(service, "h0") == 5
     assert held(service, "h1") == 12
     assert describe(service).counters["repeated_loads"] == 1
+
+
+class Gate:
+    """Holds up the fetches from an instance until it is opened, and counts them."""
+
+    def __init__(self, service: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        (actor,) = [a for a in service.actors if a._settings.instance_id == name]
+        self._serve = actor._own.worker.open_fetch
+        self._open = threading.Event()
+        self.num_fetches = 0
+        monkeypatch.setattr(actor._own.worker, "open_fetch", self._wait_and_serve)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def _wait_and_serve(self, ask: FetchAsk) -> Iterator[Header | Frame]:
+        self.num_fetches += 1
+        assert self._open.wait(10.0)
+        yield from self._serve(ask)
+
+
+async def fetches(gate: Gate, num_fetches: int) -> None:
+    """Wait until so many have come."""
+    while gate.num_fetches < num_fetches:
+        await asyncio.sleep(0.005)
+
+
+async def have_been_asked(service: Any, name: str, num_requests: int) -> None:
+    """Wait until an engine has so many requests and has asked for those that wait in a step."""
+    (actor,) = [a for a in service.actors if a._settings.instance_id == name]
+    while len(actor._started()._in_flight) < num_requests:
+        await asyncio.sleep(0.005)
+    num_steps = service.ports[name].num_steps
+    while service.ports[name].num_steps < num_steps + 3:
+        await asyncio.sleep(0.005)
+
+
+def test_many_requests_for_one_prefix_cause_one_transfer(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("h0", "d"):
+        service.add(name, "decode")
+    with_router(service.router(), serve_at("h0"))
+    gate = Gate(service, "h0", monkeypatch)
+
+    async def all_at_once(router: Router) -> list[Served]:
+        route = Route(decode=InstanceId("d"), prefill=None)
+        serving = [
+            asyncio.create_task(router.serve(ask(f"r{i}", TOKENS), route=route)) for i in range(4)
+        ]
+        await have_been_asked(service, "d", len(serving))
+        gate.open()
+        return list(await asyncio.gather(*serving))
+
+    served = with_router(service.router(), all_at_once)
+    require_equal(service, *served)
+    assert gate.num_fetches == 1
+    parts = [(s.accounting.remote_hit_tokens, s.accounting.local_hit_tokens) for s in served]
+    assert sorted(parts) == [(0, 96), (0, 96), (0, 96), (96, 0)]
+
+
+def test_the_others_go_on_when_the_one_that_loads_for_all_is_aborted(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("h0", "d"):
+        service.add(name, "decode")
+    with_router(service.router(), serve_at("h0"))
+    gate = Gate(service, "h0", monkeypatch)
+
+    async def leave_the_first(router: Router) -> Served:
+        route = Route(decode=InstanceId("d"), prefill=None)
+        first = asyncio.create_task(router.serve(ask("first", TOKENS), route=route))
+        await fetches(gate, 1)
+        second = asyncio.create_task(router.serve(ask("second", TOKENS), route=route))
+        await have_been_asked(service, "d", 2)
+        first.cancel()
+        await fetches(gate, 2)
+        gate.open()
+        return await second
+
+    served = with_router(service.router(), leave_the_first)
+    require_equal(service, served)
+    assert served.accounting.remote_hit_tokens == 96
+    description = wait_until_idle(service)
+    assert (description.counters["repeated_loads"], description.num_leases) == (0, 0)

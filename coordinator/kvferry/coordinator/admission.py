@@ -45,7 +45,10 @@ class _Admission:
     load_ttl_s: float
 
     def admit(self, ask: AdmitAsk) -> bool:
-        """Admit one request, or change nothing and return False."""
+        """Admit one request, or change nothing; return whether those behind it may be admitted.
+
+        One that waits for blocks which are on their way here for another keeps nobody back.
+        """
         request = RequestState(
             request_id=ask.request_id,
             num_tokens=ask.num_tokens,
@@ -55,15 +58,22 @@ class _Admission:
         )
         manager = self.instance.manager
         hit = _Hit(*manager.get_computed_blocks(request, ask.target_tokens))
-        peer = self._best_peer(ask) if ask.allow_remote else None
-        if peer is not None and peer[1] * self.instance.hash_block_tokens > hit.num_tokens:
-            return self._admit_load(ask, request, hit, *peer)
-        return self._admit_compute(ask, request, hit)
+        peer = self._better_peer(ask, hit) if ask.allow_remote else None
+        if peer is None:
+            return self._admit_compute(ask, request, hit)
+        holder, held_tokens = peer
+        if self.loading.is_bringing(ask.hashes, hit.num_tokens, held_tokens):
+            return True
+        return self._admit_load(ask, request, hit, holder, held_tokens)
 
-    def _best_peer(self, ask: AdmitAsk) -> tuple[Instance, int] | None:
-        usable_tokens = min(ask.num_tokens - 1, ask.target_tokens)
-        max_hashes = usable_tokens // self.instance.hash_block_tokens
-        return self.state.best_peer(self.instance, ask.hashes, max_hashes)
+    def _better_peer(self, ask: AdmitAsk, hit: _Hit) -> tuple[Instance, int] | None:
+        """Return the peer with the longest prefix, and its tokens, if the hit has fewer."""
+        hash_tokens = self.instance.hash_block_tokens
+        max_hashes = min(ask.num_tokens - 1, ask.target_tokens) // hash_tokens
+        peer = self.state.best_peer(self.instance, ask.hashes, max_hashes)
+        if peer is None or peer[1] * hash_tokens <= hit.num_tokens:
+            return None
+        return peer[0], peer[1] * hash_tokens
 
     def _admit_compute(self, ask: AdmitAsk, request: RequestState, hit: _Hit) -> bool:
         wanted = ask.target_tokens - hit.num_tokens
@@ -94,9 +104,8 @@ class _Admission:
         return True
 
     def _admit_load(
-        self, ask: AdmitAsk, request: RequestState, hit: _Hit, holder: Instance, num_hashes: int
+        self, ask: AdmitAsk, request: RequestState, hit: _Hit, holder: Instance, held_tokens: int
     ) -> bool:
-        held_tokens = num_hashes * self.instance.hash_block_tokens
         granted = self.instance.manager.allocate_slots(
             request,
             0,
@@ -108,7 +117,7 @@ class _Admission:
         if granted is None:
             return False
         self._enter(ask, request, hit)
-        self.loading.begin(request, holder, num_hashes, ttl_s=self.load_ttl_s)
+        self.loading.begin(request, holder, held_tokens, ttl_s=self.load_ttl_s)
         self.state.move_decode_handoff(self.instance, ask.request_id, HandoffEvent.PULL_STARTED)
         return True
 

@@ -9,7 +9,7 @@ from kvferry.coordinator.request_state import RequestState
 from kvferry.coordinator.state import ServiceState
 from kvferry.coordinator.step_outcome import StepOutcome
 from kvferry.proto.errors import NotFoundError, StaleError
-from kvferry.proto.ids import InstanceId, RequestId
+from kvferry.proto.ids import BlockHash, InstanceId, RequestId
 from kvferry.proto.shared_chain import block_keys, blocks_of_range
 from kvferry.proto.step_messages import Load, LoadFailure, LoadResult
 
@@ -30,22 +30,23 @@ class Loading:
         self,
         request: RequestState,
         holder: Instance,
-        num_hashes: int,
+        asked_tokens: int,
         *,
         ttl_s: float,
         tried: tuple[InstanceId, ...] = (),
     ) -> None:
-        """Let the holder bring what an admitted request lacks of its first `num_hashes` hashes.
+        """Let the holder bring what an admitted request lacks of its first `asked_tokens` tokens.
 
         Args:
             request: has the blocks; what is computed of it is not asked for.
-            holder: can serve these hashes.
-            num_hashes: whole blocks of the instance.
+            holder: can serve them.
+            asked_tokens: whole blocks of the instance.
             ttl_s: seconds that this load and those after it may take.
             tried: the holders that failed before.
 
         """
         instance, hash_tokens = self.instance, self.instance.hash_block_tokens
+        num_hashes = asked_tokens // hash_tokens
         lease = self.state.lease_blocks(
             holder,
             self.state.blocks_of_prefix(
@@ -60,7 +61,6 @@ class Loading:
             ttl_s=ttl_s,
             beneficiary=instance.info.instance_id,
         )
-        asked_tokens = num_hashes * hash_tokens
         instance.loads[request.request_id] = LoadInFlight(
             lease_id=lease.lease_id,
             hit_tokens=request.num_computed_tokens,
@@ -82,6 +82,28 @@ class Loading:
             )
         )
 
+    def is_bringing(self, hashes: Sequence[BlockHash], start: int, end: int) -> bool:
+        """Tell whether a load in flight will spare another one the tokens `[start, end)`, or some.
+
+        Args:
+            hashes: of the request that lacks these tokens.
+            start: where what it has ends.
+            end: where what a peer has for it ends.
+
+        """
+        instance, hash_tokens = self.instance, self.instance.hash_block_tokens
+        for request_id, load in instance.loads.items():
+            # A hash stands for all tokens before it: comparing one will do.
+            if instance.takes_partial_loads:
+                position = max(start, load.hit_tokens) + instance.block_tokens
+            else:
+                position = load.asked_tokens
+            if start < position <= min(end, load.asked_tokens):
+                last = position // hash_tokens - 1
+                if instance.requests[request_id].hashes[last] == hashes[last]:
+                    return True
+        return False
+
     def end(self, results: Sequence[LoadResult]) -> dict[RequestId, LoadInFlight]:
         """Take in how loads ended; return those that failed, for `go_on`."""
         failed: dict[RequestId, LoadInFlight] = {}
@@ -94,11 +116,14 @@ class Loading:
                 self.state.counters["failed_loads"] += 1
                 self._forget_gone(load, result.request_id, result.failure)
             self.state.end_lease(load.lease_id)
+            if result.num_computed_tokens == load.asked_tokens or self.instance.takes_partial_loads:
+                self._commit(result)
             if load.cancelled:
                 self._give_up(load, result.request_id)
                 continue
-            if result.num_computed_tokens == load.asked_tokens or self.instance.takes_partial_loads:
-                self._commit(result)
+            self.instance.accounts.loaded(
+                result.request_id, self.instance.requests[result.request_id].num_computed_tokens
+            )
             if result.num_computed_tokens < load.asked_tokens:
                 failed[result.request_id] = load
             else:
@@ -127,7 +152,7 @@ class Loading:
         partly = instance.takes_partial_loads
         if end_tokens < (request.num_computed_tokens + 1 if partly else load.asked_tokens):
             return False
-        self.begin(request, *peer, ttl_s=load.deadline_s - self.now, tried=load.tried)
+        self.begin(request, peer[0], end_tokens, ttl_s=load.deadline_s - self.now, tried=load.tried)
         self.state.counters["repeated_loads"] += 1
         return True
 
@@ -153,7 +178,6 @@ class Loading:
         request = self.instance.requests[result.request_id]
         request.num_computed_tokens = result.num_computed_tokens
         self.instance.manager.cache_blocks(request, result.num_computed_tokens)
-        self.instance.accounts.loaded(result.request_id, result.num_computed_tokens)
 
     def _forget_gone(self, load: LoadInFlight, request_id: RequestId, failure: LoadFailure) -> None:
         """Promise nobody the block that its holder said it does not have.

@@ -167,7 +167,10 @@ class ServiceMachine(RuleBasedStateMachine):
             for _ in range(10 * (self.num_requests + 1)):
                 if engine.waiting or engine.running or engine.loading:
                     done = Behaviour(grow=False, finish=True, arrived=(9,) * 20)
+                    was_idle = not (engine.running or engine.loading)
                     engine.step(self.fleet, name, done)
+                    # Something runs, or loads: except in the step in which the last gave way.
+                    assert engine.running or engine.loading or not (was_idle and engine.waiting)
             assert (engine.waiting, engine.running, engine.loading) == ([], {}, {})
         self.fleet.now += 100.0
         self.fleet.send(Tick())

@@ -152,11 +152,12 @@ def test_a_short_load_counts_what_arrived_and_the_rest_is_computed(fleet: Fleet)
 
 def test_among_equal_peers_the_least_loaded_serves_then_the_smallest_id(fleet: Fleet) -> None:
     fleet.register("c")
+    fleet.register("d")
     fleet.cache("a", "x")
     fleet.cache("b", "x")
     assert fleet.admit_load("c", admit("r", "x")).source.instance_id == "a"
     fleet.compute("a", admit("busy", "q", allow_remote=False))
-    assert fleet.admit_load("c", admit("s", "x")).source.instance_id == "b"
+    assert fleet.admit_load("d", admit("s", "x")).source.instance_id == "b"
 
 
 def test_no_peer_is_asked_when_the_request_forbids_it(fleet: Fleet) -> None:
@@ -354,7 +355,8 @@ def test_no_more_is_loaded_than_is_used(fleet: Fleet) -> None:
     fleet.cache("a", "xyz")
     # The last token of an aligned prompt is computed, so its block is not fetched.
     assert len(load_blocks(fleet.admit_load("b", admit("r", "xyz", extra_tokens=0)))) == 2
-    assert len(load_blocks(fleet.admit_load("b", admit("s", "xyz", target_tokens=4)))) == 1
+    fleet.register("c")
+    assert len(load_blocks(fleet.admit_load("c", admit("s", "xyz", target_tokens=4)))) == 1
 
 
 def test_progress_behind_the_load_of_the_same_step_is_refused(fleet: Fleet) -> None:
