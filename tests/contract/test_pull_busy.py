@@ -32,6 +32,7 @@ class Occupied:
 
     def __init__(self, exchange: Exchange) -> None:
         self._service = exchange.senders[-1]
+        self.counter = self._service.counter
         self._entered = threading.Event()
         self._free = threading.Event()
         self._server = TransferServer(self, bind="127.0.0.1", insecure=False, max_transfers=1)

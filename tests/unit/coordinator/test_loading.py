@@ -71,6 +71,8 @@ def test_a_load_goes_on_as_far_as_the_next_holder_has_it() -> None:
     (again,) = fleet.step("d", load_results=(loaded("r", 4, failed(1)),)).loads
     assert again.source.instance_id == "b"
     assert load_blocks(again) == load_blocks(first)[:2]
+    (held,) = [i.held for i in fleet.describe().instances if i.info.instance_id == "d"]
+    assert (held.loads, held.loading_blocks) == (1, 1)
     reply = fleet.step("d", load_results=(loaded("r", 8),), running=(runs("r", 17),))
     (scheduled,) = reply.scheduled
     assert (scheduled.num_computed_tokens, num_granted(scheduled)) == (8, 9)
