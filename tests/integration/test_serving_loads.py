@@ -14,13 +14,15 @@ from tests.integration.test_serving import (
     wait_until_idle,
     with_router,
 )
+from tests.integration.test_serving_sharded import layout
 
 from kvferry.cluster.serving.router import Router, Served
 from kvferry.cluster.serving.routing import Route
 from kvferry.proto.hashing import hash_tokens
-from kvferry.proto.ids import BlockId, InstanceId
+from kvferry.proto.ids import InstanceId
 from kvferry.proto.messages import Locate, Located
 from kvferry.worker.frames import Frame, Header
+from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_wire import FetchAsk
 
 TOKENS = prompt(1, 100)
@@ -52,9 +54,12 @@ def held(service: Any, name: str) -> int:
 def lose_blocks(service: Any, name: str, first: int) -> None:
     """Let an instance's worker lose all of the prompt but its first blocks, untold."""
     (actor,) = [a for a in service.actors if a._settings.instance_id == name]
-    residency = actor._own.worker.residency
-    blocks = sorted(residency._hash_of_block)
-    residency.mark_reused([BlockId(block) for block in blocks[first:]])
+    lose_blocks_of(actor._own.worker, first)
+
+
+def lose_blocks_of(worker: WorkerService, first: int) -> None:
+    blocks = sorted(worker.residency._hash_of_block)
+    worker.reused(blocks[first:])
 
 
 def two_holders(service: Any) -> None:
@@ -97,6 +102,21 @@ def test_what_a_holder_has_lost_comes_from_another_and_is_not_promised_again(
     assert held(service, "h0") == 5
     assert held(service, "h1") == 12
     assert describe(service).counters["repeated_loads"] == 1
+
+
+def test_b37_a_block_lost_at_one_rank_of_its_holder_comes_from_another(service: Any) -> None:
+    service.add("h0", "decode", **layout("dcp=2"))
+    service.add("h1", "decode")
+    service.add("d", "decode")
+    with_router(service.router(), serve_at("h0", "h1"))
+    (other,) = service.other_ranks["h0"]
+    lose_blocks_of(other.rank.worker, first=4)
+    (served,) = with_router(service.router(), serve_at("d"))
+    require_equal(service, served)
+    assert served.accounting.remote_hit_tokens == 96
+    # d takes parts of several blocks at once, so nobody knows which of them was lost.
+    assert (held(service, "h0"), held(service, "h1")) == (0, 12)
+    assert wait_until_idle(service).num_leases == 0
 
 
 class Gate:

@@ -180,17 +180,20 @@ class Loading:
         self.instance.manager.cache_blocks(request, result.num_computed_tokens)
 
     def _forget_gone(self, load: LoadInFlight, request_id: RequestId, failure: LoadFailure) -> None:
-        """Promise nobody the block that its holder said it does not have.
+        """Promise nobody what its holder said it does not have, nor what the load has after that.
 
-        Only while its lease lives: otherwise the holder's pool knows what has become of it.
+        A holder that sends parts of blocks, several at once, knows only where the lack begins. As
+        long as the lease lives: otherwise the holder's pool knows what has become of its blocks.
         """
         lease = self.state.leases.get(load.lease_id)
         if lease is None or failure.error_type not in _GONE:
             return
-        holder = self.state.instance(lease.instance_id)
-        covered, own = holder.hashes_per_block, self.instance.hashes_per_block
-        blocks = blocks_of_range(failure.block * own, (failure.block + 1) * own, covered)
-        hashes = self.instance.requests[request_id].hashes
+        instance, holder = self.instance, self.state.instance(lease.instance_id)
+        start = failure.block * instance.hashes_per_block
+        end = load.asked_tokens // instance.hash_block_tokens
+        covered = holder.hashes_per_block
+        blocks = blocks_of_range(start, end, covered)
+        hashes = instance.requests[request_id].hashes
         keys = block_keys(hashes[blocks.start * covered : blocks.stop * covered], covered)
         self.state.forget_blocks(holder, keys, failure.group_id)
 

@@ -150,17 +150,17 @@ def test_all_copies_of_a_block_that_a_holder_lacks_are_forgotten() -> None:
     assert fleet.locate("xyz")["a"] == 1
 
 
-def test_smaller_blocks_of_a_holder_are_forgotten_over_the_whole_block_of_its_taker() -> None:
+def test_what_a_load_has_after_the_block_that_is_gone_is_forgotten_too() -> None:
     fleet = Fleet()
     fleet.register("a", num_blocks=40)
     fleet.register("d", num_blocks=40, covers=2)
     fleet.cache("a", "abcdef")
     fleet.admit_load("d", admit("r", "abcdef"))
     fleet.step("d", load_results=(loaded("r", 8, failed(1, "NotFoundError")),))
-    # Of c and d, a has both forgotten: which of them it lacks is not known.
+    # Which of the taker's second block a lacks, c or d, is not known, nor what else it has lost.
     pool = fleet.service.state.instance(InstanceId("a")).manager.pool
     held = [pool.get_cached_block(key, GroupId(0)) is not None for key in chain("abcdef")]
-    assert held == [True, True, False, False, True, True]
+    assert held == [True, True, False, False, False, False]
 
 
 @pytest.mark.parametrize("error_type", ["UnavailableError", "DeadlineError", "TransferError"])
