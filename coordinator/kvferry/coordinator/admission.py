@@ -1,6 +1,8 @@
-"""Admits waiting requests: local hit first, then the longest prefix of a peer, then compute."""
+"""Admits waiting requests: local hit first, then the longest prefix of a peer, then compute.
 
-from collections.abc import Iterable
+Requests that follow a prefill get the second of these ahead of their admission.
+"""
+
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,23 +12,8 @@ from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.loading import Loading
 from kvferry.coordinator.request_state import RequestState, known_content
 from kvferry.coordinator.state import ServiceState
-from kvferry.coordinator.step_outcome import StepOutcome
+from kvferry.coordinator.step_outcome import left_free
 from kvferry.proto.step_messages import AdmitAsk, Scheduled
-
-
-def admit_waiting(loading: Loading, waiting: Iterable[AdmitAsk], *, load_ttl_s: float) -> None:
-    """Admit from the front until one does not fit the pool or the token budget.
-
-    Args:
-        loading: the loads of the step; what was admitted goes to its outcome.
-        waiting: what the instance asks to admit, first to last.
-        load_ttl_s: how long a load may take, and its sources are leased, in seconds.
-
-    """
-    admission = _Admission(loading.state, loading.instance, loading.outcome, loading, load_ttl_s)
-    for ask in waiting:
-        if not admission.admit(ask):
-            return
 
 
 class _Hit(NamedTuple):
@@ -37,34 +24,66 @@ class _Hit(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Admission:
-    state: ServiceState
-    instance: Instance
-    outcome: StepOutcome
+class Admission:
+    """Admissions of one step.
+
+    Args:
+        loading: the loads of the step; what was admitted goes to its outcome.
+        load_ttl_s: how long a load may take, and its sources are leased, in seconds.
+
+    """
+
     loading: Loading
     load_ttl_s: float
+
+    @property
+    def state(self) -> ServiceState:
+        """Of the whole service."""
+        return self.loading.state
+
+    @property
+    def instance(self) -> Instance:
+        """Whose step it is."""
+        return self.loading.instance
 
     def admit(self, ask: AdmitAsk) -> bool:
         """Admit one request, or change nothing; return whether those behind it may be admitted.
 
         One that waits for blocks which are on their way here for another keeps nobody back.
         """
-        request = RequestState(
-            request_id=ask.request_id,
-            num_tokens=ask.num_tokens,
-            hashes=list(ask.hashes),
-            num_preemptions=int(ask.resumed),
-            content=known_content(ask.content),
-        )
-        manager = self.instance.manager
-        hit = _Hit(*manager.get_computed_blocks(request, ask.target_tokens))
+        request = _new_request(ask)
+        hit = self._local_hit(ask, request)
         peer = self._better_peer(ask, hit) if ask.allow_remote else None
         if peer is None:
             return self._admit_compute(ask, request, hit)
-        holder, held_tokens = peer
-        if self.loading.is_bringing(ask.hashes, hit.num_tokens, held_tokens):
+        if self.loading.is_bringing(ask.hashes, hit.num_tokens, peer[1]):
             return True
-        return self._admit_load(ask, request, hit, holder, held_tokens)
+        if not self._load(request, hit, *peer):
+            return False
+        self._count(ask, hit)
+        self.state.move_decode_handoff(self.instance, ask.request_id, HandoffEvent.PULL_STARTED)
+        return True
+
+    def load_ahead(self, ask: AdmitAsk) -> bool:
+        """Load what peers have of a prefix without admitting its request.
+
+        Returns whether there is nothing else to be loaded now. When the pool is too full, or the
+        blocks are on their way here for another request, nothing has changed.
+        """
+        request = _new_request(ask)
+        hit = self._local_hit(ask, request)
+        peer = self._better_peer(ask, hit)
+        if peer is None:
+            return True
+        if self.loading.is_bringing(ask.hashes, hit.num_tokens, peer[1]):
+            return False
+        if not self._load(request, hit, *peer, ahead=True):
+            return False
+        self.instance.accounts.loads_ahead(ask.request_id)
+        return True
+
+    def _local_hit(self, ask: AdmitAsk, request: RequestState) -> _Hit:
+        return _Hit(*self.instance.manager.get_computed_blocks(request, ask.target_tokens))
 
     def _better_peer(self, ask: AdmitAsk, hit: _Hit) -> tuple[Instance, int] | None:
         """Return the peer with the longest prefix, and its tokens, if the hit has fewer."""
@@ -77,10 +96,11 @@ class _Admission:
 
     def _admit_compute(self, ask: AdmitAsk, request: RequestState, hit: _Hit) -> bool:
         wanted = ask.target_tokens - hit.num_tokens
-        num_new = min(wanted, self.outcome.token_budget)
+        outcome = self.loading.outcome
+        num_new = min(wanted, outcome.token_budget)
         if wanted and not num_new:
             return False
-        granted = self.outcome.grant(
+        granted = outcome.grant(
             self.instance,
             request,
             num_new,
@@ -90,8 +110,9 @@ class _Admission:
         )
         if granted is None:
             return False
-        self._enter(ask, request, hit)
-        self.outcome.scheduled.append(
+        self._enter(request, hit)
+        self._count(ask, hit)
+        outcome.scheduled.append(
             Scheduled(
                 request_id=ask.request_id,
                 num_computed_tokens=hit.num_tokens,
@@ -103,8 +124,14 @@ class _Admission:
         self.state.move_decode_handoff(self.instance, ask.request_id, HandoffEvent.FINISHED)
         return True
 
-    def _admit_load(
-        self, ask: AdmitAsk, request: RequestState, hit: _Hit, holder: Instance, held_tokens: int
+    def _load(
+        self,
+        request: RequestState,
+        hit: _Hit,
+        holder: Instance,
+        held_tokens: int,
+        *,
+        ahead: bool = False,
     ) -> bool:
         granted = self.instance.manager.allocate_slots(
             request,
@@ -113,20 +140,33 @@ class _Admission:
             new_computed_blocks=hit.blocks,
             num_external_computed_tokens=held_tokens - hit.num_tokens,
             delay_cache_blocks=True,
+            reserved_blocks=left_free(self.instance) if ahead else 0,
         )
         if granted is None:
             return False
-        self._enter(ask, request, hit)
-        self.loading.begin(request, holder, held_tokens, ttl_s=self.load_ttl_s)
-        self.state.move_decode_handoff(self.instance, ask.request_id, HandoffEvent.PULL_STARTED)
+        self._enter(request, hit)
+        self.loading.begin(request, holder, held_tokens, ttl_s=self.load_ttl_s, ahead=ahead)
         return True
 
-    def _enter(self, ask: AdmitAsk, request: RequestState, hit: _Hit) -> None:
+    def _enter(self, request: RequestState, hit: _Hit) -> None:
         request.num_computed_tokens = hit.num_tokens
-        self.instance.requests[ask.request_id] = request
+        self.instance.requests[request.request_id] = request
+
+    def _count(self, ask: AdmitAsk, hit: _Hit) -> None:
         self.instance.accounts.admitted(
             ask.request_id,
             asked_tokens=ask.target_tokens,
             hit_tokens=hit.num_tokens,
+            ahead_tokens=ask.ahead_tokens,
             resumed=ask.resumed,
         )
+
+
+def _new_request(ask: AdmitAsk) -> RequestState:
+    return RequestState(
+        request_id=ask.request_id,
+        num_tokens=ask.num_tokens,
+        hashes=list(ask.hashes),
+        num_preemptions=int(ask.resumed),
+        content=known_content(ask.content),
+    )

@@ -21,7 +21,7 @@ from kvferry.proto.ids import (
 from kvferry.proto.instance_stats import InstanceStats
 from kvferry.proto.messages import InstanceInfo
 from kvferry.proto.shared_chain import hashes_per_block
-from kvferry.proto.step_messages import Source
+from kvferry.proto.step_messages import AdmitAsk, Source
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,8 +30,8 @@ class LoadInFlight:
 
     `hit_tokens` were in place before, `asked_tokens` counts them and what was asked for, from the
     prompt's start. `deadline_s`: until when it may go on, at whichever holder. `tried`: who was
-    asked, now the last one. `cancelled`: the engine was told to stop. `released`: the request has
-    ended meanwhile.
+    asked, now the last one. `ahead`: the request follows a prefill and is not admitted.
+    `cancelled`: the engine was told to stop. `released`: the request has ended meanwhile.
     """
 
     lease_id: LeaseId
@@ -39,8 +39,22 @@ class LoadInFlight:
     asked_tokens: int
     deadline_s: float
     tried: tuple[InstanceId, ...]
+    ahead: bool = False
     cancelled: bool = False
     released: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Follower:
+    """A request whose prompt a prefill instance is computing, and what it will ask for then.
+
+    `looked_at_tokens`: the prefill had written so many when they were last looked at (None: never).
+    `may_load`: no load ahead of it has failed or had to give way.
+    """
+
+    ask: AdmitAsk
+    looked_at_tokens: int | None = None
+    may_load: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +79,8 @@ class Instance:
     own blocks, `rules_of_hashes` those of whoever takes single hashes of the chain.
 
     `requests` holds running and loading requests; `loads` those of them whose blocks are still
-    being fetched, oldest first. `sampler`, if any, follows the blocks of its pool.
+    being fetched, oldest first. `followers` wait for a prefill elsewhere. `sampler`, if any, follows
+    the blocks of its pool.
 
     Raises:
         ConfigError: a pool or groups that no cache can be made of, as `CacheConfig`, or blocks
@@ -98,6 +113,7 @@ class Instance:
         self.accounts = TokenAccounts()
         self.requests: dict[RequestId, RequestState] = {}
         self.loads: dict[RequestId, LoadInFlight] = {}
+        self.followers: dict[RequestId, Follower] = {}
         self.reservations: dict[LeaseId, Reservation] = {}
 
     @property

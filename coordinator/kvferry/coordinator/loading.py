@@ -34,8 +34,9 @@ class Loading:
         *,
         ttl_s: float,
         tried: tuple[InstanceId, ...] = (),
+        ahead: bool = False,
     ) -> None:
-        """Let the holder bring what an admitted request lacks of its first `asked_tokens` tokens.
+        """Let the holder bring what a request lacks of its first `asked_tokens` tokens.
 
         Args:
             request: has the blocks; what is computed of it is not asked for.
@@ -43,6 +44,7 @@ class Loading:
             asked_tokens: whole blocks of the instance.
             ttl_s: seconds that this load and those after it may take.
             tried: the holders that failed before.
+            ahead: the request follows a prefill and is not admitted.
 
         """
         instance, hash_tokens = self.instance, self.instance.hash_block_tokens
@@ -67,6 +69,7 @@ class Loading:
             asked_tokens=asked_tokens,
             deadline_s=lease.deadline_s,
             tried=(*tried, holder.info.instance_id),
+            ahead=ahead,
         )
         num_blocks = asked_tokens // instance.block_tokens
         self.outcome.loads.append(
@@ -79,6 +82,7 @@ class Loading:
                 source=holder.source,
                 lease_id=lease.lease_id,
                 ttl_s=lease.deadline_s - self.now,
+                ahead=ahead,
             )
         )
 
@@ -118,6 +122,9 @@ class Loading:
             self.state.end_lease(load.lease_id)
             if result.num_computed_tokens == load.asked_tokens or self.instance.takes_partial_loads:
                 self._commit(result)
+            if load.ahead:
+                self._end_ahead(result)
+                continue
             if load.cancelled:
                 self._give_up(load, result.request_id)
                 continue
@@ -165,6 +172,13 @@ class Loading:
         self.outcome.preempted.append(request_id)
         self.outcome.failed_loads.add(request_id)
         self._move_handoff(request_id, HandoffEvent.FAILED)
+
+    def _end_ahead(self, result: LoadResult) -> None:
+        """Give the blocks back; a failure ends loading ahead."""
+        self.instance.forget_request(result.request_id)
+        follower = self.instance.followers.get(result.request_id)
+        if follower is not None and result.failure is not None:
+            follower.may_load = False
 
     def _give_up(self, load: LoadInFlight, request_id: RequestId) -> None:
         self.instance.forget_request(request_id)

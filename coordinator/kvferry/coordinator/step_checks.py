@@ -42,10 +42,15 @@ def check_step(instance: Instance, step: Step) -> None:
         if request_id in instance.loads and request_id not in ended_loads:
             raise BadInputError("a running request's load has not been reported", given=request_id)
         _check_target(instance, request_id, running.target_tokens)
-    for waiting in step.waiting:
-        if waiting.request_id in instance.requests and waiting.request_id not in released:
-            raise BadInputError("a waiting request is admitted already", given=waiting.request_id)
-        _check_admission(instance, waiting)
+    newcomers = (*step.waiting, *step.follows)
+    _refuse_repeats("waiting and follows", (ask.request_id for ask in newcomers))
+    for ask in newcomers:
+        if ask.request_id not in released:
+            if ask.request_id in instance.requests:
+                raise BadInputError("a waiting request is admitted already", given=ask.request_id)
+            if ask.request_id in instance.followers:
+                raise BadInputError("a request follows a prefill already", given=ask.request_id)
+        _check_admission(instance, ask)
 
 
 def _refuse_repeats(part: str, request_ids: Iterable[RequestId]) -> None:
@@ -120,6 +125,12 @@ def _check_admission(instance: Instance, ask: AdmitAsk) -> None:
             f"target_tokens of request {ask.request_id}",
             given=ask.target_tokens,
             allowed=f"1 to num_tokens = {ask.num_tokens}",
+        )
+    if not 0 <= ask.ahead_tokens <= ask.num_tokens:
+        raise BadInputError(
+            f"ahead_tokens of request {ask.request_id}",
+            given=ask.ahead_tokens,
+            allowed=f"0 to num_tokens = {ask.num_tokens}",
         )
     _check_num_hashes(instance, f"request {ask.request_id}", len(ask.hashes), ask.num_tokens)
     if ask.content is not None:

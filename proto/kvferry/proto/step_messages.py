@@ -108,8 +108,9 @@ class AdmitAsk:
     `hashes` covers all full hash blocks of its `num_tokens` known tokens (prompt and, after a
     preemption or a move, generated ones). Tokens `[0, target_tokens)` are to be computed here.
     `resumed` marks a request that was admitted here before and lost its blocks: its tokens are
-    counted apart (`InstanceStats.preempted`). `content` holds all `num_tokens` tokens, and is only
-    sent where `Registered.wants_content` says so.
+    counted apart (`InstanceStats.preempted`). `ahead_tokens`: so many of the tokens that it finds
+    here were loaded ahead for it. `content` holds all `num_tokens` tokens, and is only sent where
+    `Registered.wants_content` says so.
     """
 
     request_id: RequestId
@@ -118,6 +119,7 @@ class AdmitAsk:
     hashes: tuple[BlockHash, ...]
     resumed: bool = False
     allow_remote: bool = True
+    ahead_tokens: int = 0
     content: RequestContent | None = None
 
 
@@ -130,6 +132,10 @@ class Step:
     out, loads in flight are cancelled first, then the *last* running request is preempted; one that
     loads again is passed over), then admits `waiting` from the front until one does not fit. The
     engine expresses its policy (first come first served, priority) by the order alone.
+
+    `follows`: requests that a prefill instance computes meanwhile, each said once, as they would
+    ask for admission. After all others they get loads that are `ahead`, in this step and later
+    ones, until they are released or named in `prefill_over`.
 
     `token_budget`: tokens that may be computed in this step, over all requests. `ahead_tokens`:
     slots that a request would like beyond its target, so that the tokens it generates next need no
@@ -145,6 +151,7 @@ class Step:
     releases: tuple[Release, ...] = ()
     running: tuple[RunningAsk, ...] = ()
     waiting: tuple[AdmitAsk, ...] = ()
+    follows: tuple[AdmitAsk, ...] = ()
     token_budget: int
     ahead_tokens: int = 0
 
@@ -195,6 +202,9 @@ class Load:
     These are the taker's blocks; the source's may cover other numbers of hashes. Its blocks that
     hold any of the positions needed are leased for `ttl_s` more seconds. With one group of full
     attention the last of them may end after the prefix, under a later hash of the request.
+
+    With `ahead` the request follows a prefill and is not admitted: once its `LoadResult` has been
+    reported, what arrived can be found here, and the request has no blocks and goes on following.
     """
 
     request_id: RequestId
@@ -203,6 +213,7 @@ class Load:
     source: Source
     lease_id: LeaseId
     ttl_s: float
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,10 +223,12 @@ class StepReply:
     `preempted`: these gave all blocks back and go to the head of the waiting queue.
     `cancel_loads`: stop these loads, wait until their writer is closed, report a `LoadResult`, and
     treat the request as preempted then (it appears in a later reply's `preempted`). One of them may
-    be among this reply's `loads`.
+    be among this reply's `loads`. One whose load is `ahead` goes on following instead.
+    `prefill_over`: these follow no prefill any more, however it ended: ask for their admission.
     """
 
     scheduled: tuple[Scheduled, ...] = ()
     loads: tuple[Load, ...] = ()
     preempted: tuple[RequestId, ...] = ()
     cancel_loads: tuple[RequestId, ...] = ()
+    prefill_over: tuple[RequestId, ...] = ()

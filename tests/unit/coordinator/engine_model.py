@@ -23,6 +23,7 @@ class Loading:
     hit_tokens: int
     asked_tokens: int
     tried: tuple[InstanceId, ...]
+    ahead: bool = False
     cancelled: bool = False
     aborted: bool = False
 
@@ -56,8 +57,19 @@ class EngineModel:
     waiting: list[AdmitAsk] = field(default_factory=list)
     running: dict[RequestId, Running] = field(default_factory=dict)
     loading: dict[RequestId, Loading] = field(default_factory=dict)
+    following: dict[RequestId, AdmitAsk] = field(default_factory=dict)
+    not_told: list[AdmitAsk] = field(default_factory=list)
     partial_loads: bool = True
     block_tokens: int = BLOCK_TOKENS
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.running or self.loading or self.following)
+
+    def follow(self, ask: AdmitAsk) -> None:
+        """Take a request in whose prefill runs elsewhere."""
+        self.following[ask.request_id] = ask
+        self.not_told.append(ask)
 
     def step(self, fleet: Fleet, name: str, does: Behaviour) -> None:
         """Report, ask, and take the reply in."""
@@ -65,6 +77,7 @@ class EngineModel:
         progress = self._write(does.grow)
         releases = self._release(does)
         loading_before = set(self.loading)
+        follows, self.not_told = tuple(self.not_told), []
         reply = fleet.step(
             name,
             does.budget,
@@ -76,12 +89,14 @@ class EngineModel:
                 for request_id, running in self.running.items()
             ),
             waiting=tuple(self.waiting),
+            follows=follows,
             ahead_tokens=does.ahead,
         )
         load_again = {load.request_id for load in reply.loads if load.request_id in self.running}
         assert set(reply.cancel_loads) <= loading_before | load_again
         assert sum(num_granted(s) - does.ahead for s in reply.scheduled) <= does.budget
-        if reply.preempted or reply.cancel_loads:
+        ahead = {request_id for request_id, load in self.loading.items() if load.ahead}
+        if reply.preempted or set(reply.cancel_loads) - ahead:
             assert {load.request_id for load in reply.loads} == load_again
         self._take(reply)
 
@@ -98,7 +113,7 @@ class EngineModel:
                 # As engines do: who failed must not be asked again.
                 ask = ask if load.cancelled else replace(ask, allow_remote=False)
             results.append(loaded(request_id, computed, failure))
-            if not load.aborted:
+            if not (load.aborted or load.ahead):
                 self.running[request_id] = Running(ask, computed, tried=load.tried)
         return tuple(results)
 
@@ -126,16 +141,17 @@ class EngineModel:
 
     def _release(self, does: Behaviour) -> tuple[Release, ...]:
         releases = []
-        for number, request_id in enumerate([*self.running, *self.loading]):
+        told = [name for name in self.following if self.following[name] not in self.not_told]
+        for number, request_id in enumerate(dict.fromkeys([*self.running, *self.loading, *told])):
             running = self.running.get(request_id)
             finished = running is not None and running.num_computed == running.ask.num_tokens
             if number not in does.end and not (does.finish and finished):
                 continue
             releases.append(Release(request_id=request_id, handoff=does.handoff))
+            self.following.pop(request_id, None)
+            self.running.pop(request_id, None)
             if request_id in self.loading:
                 self.loading[request_id].aborted = True
-            else:
-                del self.running[request_id]
         return tuple(releases)
 
     def _take(self, reply: StepReply) -> None:
@@ -144,7 +160,7 @@ class EngineModel:
             self.waiting.insert(0, replace(ask, resumed=True))
         for request_id in set(reply.cancel_loads) & set(self.loading):
             self.loading[request_id].cancelled = True
-        asks = {ask.request_id: ask for ask in self.waiting}
+        asks = {ask.request_id: ask for ask in self.waiting} | self.following
         for load in reply.loads:
             used = [block for table in load.block_ids for block in table if block]
             assert len(set(used)) == len(used)
@@ -157,11 +173,13 @@ class EngineModel:
             assert before is None or before.num_computed == hit_tokens
             source = load.source.instance_id
             assert source not in tried
+            assert load.ahead == (load.request_id in self.following)
             self.loading[load.request_id] = Loading(
                 ask,
                 hit_tokens,
                 asked_tokens,
                 (*tried, source),
+                ahead=load.ahead,
                 cancelled=load.request_id in reply.cancel_loads,
             )
         for scheduled in reply.scheduled:
@@ -175,6 +193,7 @@ class EngineModel:
         admitted = {load.request_id for load in reply.loads}
         admitted |= {scheduled.request_id for scheduled in reply.scheduled}
         self.waiting = [ask for ask in self.waiting if ask.request_id not in admitted]
+        self.waiting += [self.following.pop(request_id) for request_id in reply.prefill_over]
 
 
 def _one_token_more(ask: AdmitAsk) -> AdmitAsk:
