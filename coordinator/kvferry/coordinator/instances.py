@@ -79,8 +79,8 @@ class Instance:
     own blocks, `rules_of_hashes` those of whoever takes single hashes of the chain.
 
     `requests` holds running and loading requests; `loads` those of them whose blocks are still
-    being fetched, oldest first. `followers` wait for a prefill elsewhere. `sampler`, if any, follows
-    the blocks of its pool.
+    being fetched, oldest first. `followers` wait for a prefill elsewhere. `sampler`, if any,
+    follows the blocks of its pool.
 
     Raises:
         ConfigError: a pool or groups that no cache can be made of, as `CacheConfig`, or blocks

@@ -10,6 +10,7 @@ resident, findable").
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -46,6 +47,9 @@ log = logging.getLogger(__name__)
 STEP_TIMEOUT_S = 10.0
 STEP_ATTEMPTS = 3
 NOTHING_FITS_PAUSE_S = 0.01
+FOLLOW_PAUSE_S = 0.01
+"""So often is asked how far prefills are that requests follow, if nothing else is to be asked."""
+
 IDLE_WAIT_S = 0.5
 ANSWER_GRACE_S = 0.005
 """Those who can go on wait so long for those who cannot: one pass for all is cheaper than two."""
@@ -133,6 +137,7 @@ class Engine:
         self._num_steps = 0
         self._asking: Future[StepReply] | None = None
         self._nothing_came = False
+        self._asked_s = 0.0
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvferry-step")
         self._loaders = ThreadPoolExecutor(MAX_PARALLEL_LOADS, thread_name_prefix="kvferry-load")
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
@@ -213,9 +218,10 @@ class Engine:
             return
         if (
             self._asking is None
-            and self._scheduler.must_ask()
+            and (self._scheduler.must_ask() or self._must_follow())
             and self._scheduler.may_ask_before_computing()
         ):
+            self._asked_s = time.monotonic()
             self._asking = self._asker.submit(self._call_with_retries, self._next_step())
             if self._scheduler.lacks_slots() and self._is_answered(ANSWER_GRACE_S):
                 return
@@ -224,7 +230,12 @@ class Engine:
         elif self._asking is not None:
             self._is_answered(IDLE_WAIT_S)
         else:
-            self._pause(IDLE_WAIT_S)
+            self._pause(FOLLOW_PAUSE_S if self._scheduler.follows_prefills() else IDLE_WAIT_S)
+
+    def _must_follow(self) -> bool:
+        """Tell whether it is time to ask how far the prefills are that requests follow."""
+        since_s = time.monotonic() - self._asked_s
+        return since_s >= FOLLOW_PAUSE_S and self._scheduler.follows_prefills()
 
     def _is_answered(self, timeout_s: float) -> bool:
         """Wait for the answer to the question that is out, and tell whether it came."""
@@ -254,7 +265,7 @@ class Engine:
             self._loaders.submit(self._load, order, self._cancels[order.load.request_id])
         for request_id in work.cancel_loads:
             self._cancel_load(request_id)
-        self._nothing_came = not (reply.scheduled or reply.loads)
+        self._nothing_came = not (reply.scheduled or reply.loads or reply.prefill_over)
         self._publish(self._scheduler.take_outputs())
 
     def _compute(self, runs: tuple[Run, ...]) -> None:

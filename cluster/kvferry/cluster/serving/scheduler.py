@@ -18,14 +18,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from kvferry.cluster.serving.followers import Followers
 from kvferry.cluster.serving.limits import Limits
 from kvferry.cluster.serving.load_orders import LoadOrder, load_order
-from kvferry.cluster.serving.requests import (
-    EngineRequest,
-    Finished,
-    FinishReason,
-    Output,
-)
+from kvferry.cluster.serving.requests import EngineRequest, FinishReason, Output
 from kvferry.cluster.serving.sequence import Run, WrittenBlock
 from kvferry.cluster.serving.sequence import Sequence as RequestSequence
 from kvferry.proto.ids import (
@@ -37,7 +33,6 @@ from kvferry.proto.ids import (
 )
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import (
-    AdmitAsk,
     Load,
     LoadResult,
     Release,
@@ -83,6 +78,7 @@ class Scheduler:
         self._waiting: deque[RequestSequence] = deque()
         self._running: list[RequestSequence] = []
         self._loading: dict[RequestId, RequestSequence] = {}
+        self._followers = Followers()
         # Written to since the last report, in order.
         self._written: dict[RequestId, RequestSequence] = {}
         self._load_results: list[LoadResult] = []
@@ -101,15 +97,18 @@ class Scheduler:
         )
         if sequence.target_tokens == 0:
             # A prefill of less than one full block.
-            self._outputs.append(_end_of(sequence, "prefilled"))
+            self._outputs.append(sequence.ended("prefilled"))
             return
         reason = self._end_reason(sequence)
         if reason is not None:
             # It came with its last token: its engine died before telling the end.
-            self._outputs.append(_end_of(sequence, reason))
+            self._outputs.append(sequence.ended(reason))
             return
-        self._waiting.append(sequence)
-        self._sort()
+        if request.follows_prefill:
+            self._followers.add(sequence)
+        else:
+            self._waiting.append(sequence)
+            self._sort()
 
     def abort(self, request_id: RequestId) -> RequestId | None:
         """End a request early; unknown ids are ignored.
@@ -120,11 +119,13 @@ class Scheduler:
             self._loading[request_id].aborted = True
             return request_id
         running, waiting = _find(self._running, request_id), _find(self._waiting, request_id)
-        if running is not None:
+        if request_id in self._followers:
+            self._end_follower(request_id)
+        elif running is not None:
             self._end(running, "aborted")
         elif waiting is not None:
             self._waiting.remove(waiting)
-            self._outputs.append(_end_of(waiting, "aborted"))
+            self._outputs.append(waiting.ended("aborted"))
         return None
 
     def load_ended(self, result: LoadResult, pulled_bytes: int) -> None:
@@ -137,6 +138,11 @@ class Scheduler:
             return
         self._load_results.append(result)
         sequence.pulled_bytes += pulled_bytes
+        if result.request_id in self._followers:
+            sequence.came_ahead(result.num_computed_tokens)
+            if sequence.aborted:
+                self._end_follower(result.request_id)
+            return
         failed = result.failure is not None and not sequence.cancelled
         sequence.load_failed |= failed
         useless = failed and not self._limits.takes_partial_loads
@@ -159,9 +165,15 @@ class Scheduler:
 
         What was written is told along with the next question: before slots run out at the latest.
         """
-        if self._load_results or self._releases or (self._waiting and self._room() > 0):
+        if self._load_results or self._releases or self._followers.any_new:
+            return True
+        if self._waiting and self._room() > 0:
             return True
         return any(s.slots_ahead <= self._ahead_tokens // 2 for s in self._running)
+
+    def follows_prefills(self) -> bool:
+        """Return whether news may come that only asking again brings."""
+        return len(self._followers) > 0
 
     def may_ask_before_computing(self) -> bool:
         """Return whether no run of `next_runs` will need, for its next token, an answer to this."""
@@ -187,7 +199,13 @@ class Scheduler:
                 RunningAsk(request_id=s.request_id, target_tokens=s.target_tokens)
                 for s in self._running
             ),
-            waiting=tuple(self._ask(s) for s in list(self._waiting)[: max(self._room(), 0)]),
+            waiting=tuple(
+                s.ask(with_content=self._tells_content)
+                for s in list(self._waiting)[: max(self._room(), 0)]
+            ),
+            follows=tuple(
+                s.ask(with_content=self._tells_content) for s in self._followers.take_new()
+            ),
             token_budget=self._limits.token_budget,
             ahead_tokens=self._ahead_tokens,
         )
@@ -211,6 +229,10 @@ class Scheduler:
             for table in scheduled.new_block_ids:
                 reused += [block for block in table[scheduled.num_hit_blocks :] if block]
             self._take_grant(scheduled)
+        self._waiting += [
+            self._followers.remove(request_id)[0] for request_id in reply.prefill_over
+        ]
+        self._sort()
         return Work(
             reused_block_ids=tuple(reused),
             loads=loads,
@@ -259,20 +281,8 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------
 
     def _room(self) -> int:
-        return self._limits.max_running - len(self._running) - len(self._loading)
-
-    def _ask(self, sequence: RequestSequence) -> AdmitAsk:
-        sequence.num_reported_hashes = len(sequence.chain.hashes)
-        return AdmitAsk(
-            request_id=sequence.request_id,
-            num_tokens=sequence.num_tokens,
-            target_tokens=sequence.target_tokens,
-            hashes=tuple(sequence.chain.hashes),
-            resumed=sequence.was_admitted,
-            # Who failed must not be asked again, and what came before is likely to be here.
-            allow_remote=not sequence.load_failed,
-            content=sequence.content() if self._tells_content else None,
-        )
+        admitted = [*self._running, *(i for i in self._loading if i not in self._followers)]
+        return self._limits.max_running - len(admitted)
 
     def _take_grant(self, scheduled: Scheduled) -> None:
         request_id = scheduled.request_id
@@ -297,9 +307,11 @@ class Scheduler:
         sequence.cancelled = False
 
     def _begin_load(self, load: Load) -> LoadOrder:
-        """Let a request load that was waiting, or whose earlier load has ended."""
+        """Let a request load that was waiting, follows, or whose earlier load has ended."""
         sequence = self._loading.get(load.request_id) or _find(self._running, load.request_id)
-        if sequence is None:
+        if load.ahead:
+            sequence = self._followers.get(load.request_id)
+        elif sequence is None:
             sequence = next(s for s in self._waiting if s.request_id == load.request_id)
             self._admit(sequence)
         elif sequence in self._running:
@@ -323,7 +335,7 @@ class Scheduler:
                 return
             self._running.remove(sequence)
         if sequence.aborted:  # while its cancelled load came to an end
-            self._outputs.append(_end_of(sequence, "aborted"))
+            self._outputs.append(sequence.ended("aborted"))
             return
         self._written.pop(request_id, None)
         sequence.reset()
@@ -352,12 +364,22 @@ class Scheduler:
             return "stop"
         return "length" if sequence.num_output_tokens >= request.sampling.max_tokens else None
 
+    def _end_follower(self, request_id: RequestId) -> None:
+        sequence, is_known = self._followers.remove(request_id)
+        if is_known:
+            self._release(sequence, "aborted")
+        else:
+            self._outputs.append(sequence.ended("aborted"))
+
     def _end(self, sequence: RequestSequence, reason: FinishReason) -> None:
         self._running.remove(sequence)
+        self._release(sequence, reason)
+
+    def _release(self, sequence: RequestSequence, reason: FinishReason) -> None:
         self._releases.append(
             Release(request_id=sequence.request_id, handoff=reason == "prefilled")
         )
-        self._ending.append(_end_of(sequence, reason))
+        self._ending.append(sequence.ended(reason))
 
     def _sort(self) -> None:
         if self._limits.policy == "priority":
@@ -367,13 +389,3 @@ class Scheduler:
 
 def _find(sequences: Iterable[RequestSequence], request_id: RequestId) -> RequestSequence | None:
     return next((found for found in sequences if found.request_id == request_id), None)
-
-
-def _end_of(sequence: RequestSequence, reason: FinishReason) -> Output:
-    finished = Finished(
-        reason=reason,
-        accounting=sequence.accounting(),
-        pulled_bytes=sequence.pulled_bytes,
-        preemptions=sequence.preemptions,
-    )
-    return Output(request_id=sequence.request_id, finished=finished)
