@@ -49,6 +49,7 @@ def request(
     max_tokens: int = 3,
     *,
     prefill_only: bool = False,
+    follows_prefill: bool = False,
     priority: int = 0,
 ) -> EngineRequest:
     return EngineRequest(
@@ -56,6 +57,7 @@ def request(
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=max_tokens),
         prefill_only=prefill_only,
+        follows_prefill=follows_prefill,
         priority=priority,
     )
 
