@@ -156,6 +156,29 @@ def test_however_a_prefill_ends_the_rest_is_computed(ends: Callable[[Fleet], Non
     assert (counted.local_hit, counted.remote_hit) == (0, 8)
 
 
+def test_a_preempted_prefill_is_not_over_and_gets_its_chunk_back_from_who_follows_it() -> None:
+    fleet = Fleet()
+    fleet.register("p", num_blocks=6)
+    fleet.register("d", num_blocks=40)
+    fleet.admit("p", admit("other", "", extra_tokens=1))
+    start_prefill(fleet, "r", TEXT)
+    follow(fleet, TEXT)
+    asks = (runs("other", 1), runs("r", NUM_TOKENS))
+    fleet.step("p", 0, progress=(wrote("r", 8, NUM_TOKENS),), running=asks)
+    only(fleet.step("d").loads)
+    fleet.step("d", load_results=(loaded("r", 8),))
+    grown = wrote("other", 1, 13, admit("other", "abc").hashes)
+    asks = (runs("other", 13), runs("r", NUM_TOKENS))
+    assert fleet.step("p", progress=(grown,), running=asks).preempted == (R,)
+    assert fleet.step("d") == StepReply()
+    resumed = (admit("r", TEXT, resumed=True),)
+    (back,) = fleet.step("p", releases=(release("other"),), waiting=resumed).loads
+    assert (back.source.instance_id, len(load_blocks(back))) == ("d", 2)
+    fleet.step("p", load_results=(loaded("r", 8),), running=(runs("r", NUM_TOKENS),))
+    prefill_wrote(fleet, 16)
+    assert only(fleet.step("d").loads).num_hit_blocks == 2
+
+
 def test_a_prefill_that_is_over_waits_for_the_load_ahead_to_end() -> None:
     fleet = two_sides()
     follow(fleet, TEXT)

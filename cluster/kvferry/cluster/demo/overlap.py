@@ -1,4 +1,4 @@
-"""What pulling chunk by chunk saves: fresh prompts that are decoded beside and after their prefill."""
+"""What pulling chunk by chunk saves: fresh prompts, decoded beside and after their prefill."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
