@@ -144,7 +144,8 @@ def test_windows_are_handed_over_between_blocks_of_different_sizes(
     for name, role, size in zip(("p0", "d0"), ("prefill", "decode"), blocks, strict=True):
         hybrid_service.add(name, role, layout=Layout(block_tokens=size), hash_block_tokens=8)
     served = with_router(
-        hybrid_service.router(), lambda r: r.serve(ask("a", prompt(1, 100), max_tokens=60))
+        hybrid_service.router(overlap=False),
+        lambda r: r.serve(ask("a", prompt(1, 100), max_tokens=60)),
     )
     require_equal(hybrid_service, served)
     assert served.accounting.remote_hit_tokens == pulled

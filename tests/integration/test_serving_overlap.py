@@ -154,7 +154,7 @@ def test_a_prefill_that_dies_between_chunks_leaves_the_rest_to_the_decode_side(
     assert [i.info.instance_id for i in wait_until_idle(service).instances] == ["d0"]
 
 
-def test_a_prefill_that_is_aborted_leaves_the_rest_to_the_decode_side(service: Any) -> None:
+def test_b36_a_prefill_that_is_aborted_leaves_the_rest_to_the_decode_side(service: Any) -> None:
     two_sides(service)
     go_on = hold_last_chunk(service)
 
@@ -208,7 +208,7 @@ def test_a_dead_decode_instances_follower_moves_on_with_what_was_prefilled(servi
     assert served.prefill_computed_tokens == 192
 
 
-def test_a_prefill_that_refuses_ends_the_request_and_nothing_is_computed_for_it(
+def test_b36_a_prefill_that_refuses_ends_the_request_and_nothing_is_computed_for_it(
     service: Any,
 ) -> None:
     service.add("p0", "prefill", max_model_len=64)

@@ -156,7 +156,7 @@ def test_however_a_prefill_ends_the_rest_is_computed(ends: Callable[[Fleet], Non
     assert (counted.local_hit, counted.remote_hit) == (0, 8)
 
 
-def test_a_preempted_prefill_is_not_over_and_gets_its_chunk_back_from_who_follows_it() -> None:
+def test_b36_a_preempted_prefill_is_not_over_and_gets_its_chunk_back_from_who_follows_it() -> None:
     fleet = Fleet()
     fleet.register("p", num_blocks=6)
     fleet.register("d", num_blocks=40)
