@@ -235,6 +235,31 @@ def test_at_most_two_loads_are_ahead_at_once() -> None:
     assert [load.request_id for load in reply.loads] == ["r2"]
 
 
+def test_two_that_follow_with_one_prefix_get_one_load() -> None:
+    fleet = Fleet()
+    fleet.register("p", num_blocks=80)
+    fleet.register("d", num_blocks=80)
+    fleet.cache("p", TEXT)
+    for name in ("r0", "r1"):
+        fleet.open_handoff(name, "p", "d")
+    assert [load.request_id for load in follow(fleet, TEXT, TEXT).loads] == ["r0"]
+    assert fleet.step("d", load_results=(loaded("r0", 16),)) == StepReply()
+    assert fleet.locate(TEXT)["d"] == 4
+
+
+def test_what_the_pool_took_back_is_not_loaded_again_before_there_is_more() -> None:
+    fleet = two_sides(decode_blocks=10)
+    follow(fleet, TEXT)
+    prefill_wrote(fleet, 8)
+    fleet.step("d")
+    fleet.step("d", load_results=(loaded("r", 8),))
+    fleet.compute("d", admit("large", "abcdefgh", allow_remote=False))
+    assert fleet.locate(TEXT)["d"] == 0
+    assert fleet.step("d", releases=(release("large"),)) == StepReply()
+    prefill_wrote(fleet, 16)
+    assert only(fleet.step("d").loads).num_hit_blocks == 0
+
+
 def test_one_block_in_eight_is_left_free_by_loads_ahead() -> None:
     fleet = two_sides(decode_blocks=25)
     # 24 usable blocks, of which 3 are to stay free.
