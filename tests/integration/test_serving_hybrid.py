@@ -112,7 +112,8 @@ def test_what_cannot_be_pulled_is_computed_from_the_start(hybrid_service: Any) -
     hybrid_service.add("d0", "decode")
     hybrid_service.stop_transfers("p0")
     served = with_router(
-        hybrid_service.router(), lambda r: r.serve(ask("a", prompt(6, 100), max_tokens=20))
+        hybrid_service.router(overlap=False),
+        lambda r: r.serve(ask("a", prompt(6, 100), max_tokens=20)),
     )
     require_equal(hybrid_service, served)
     parts = served.accounting

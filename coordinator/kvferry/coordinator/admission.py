@@ -80,6 +80,7 @@ class Admission:
         if not self._load(request, hit, *peer, ahead=True):
             return False
         self.instance.accounts.loads_ahead(ask.request_id)
+        self.state.counters["loads_ahead"] += 1
         return True
 
     def _local_hit(self, ask: AdmitAsk, request: RequestState) -> _Hit:

@@ -32,6 +32,7 @@ COUNTERS = (
     "cancelled_loads",
     "failed_loads",
     "repeated_loads",
+    "loads_ahead",
     "expired_leases",
     "handoffs_done",
     "handoffs_failed",

@@ -78,6 +78,7 @@ def test_each_chunk_is_loaded_once_it_is_written_and_the_request_holds_nothing_b
     assert fleet.num_free("d") == 39
     assert fleet.locate(TEXT) == {"p": 4, "d": 4}
     assert fleet.step("d") == StepReply()
+    assert fleet.describe().counters["loads_ahead"] == 2
 
 
 def test_admission_finds_what_came_ahead_and_counts_it_as_remote() -> None:
