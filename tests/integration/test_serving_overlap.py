@@ -23,7 +23,7 @@ from kvferry.proto.ids import InstanceId, RequestId
 TOKENS = prompt(1, 200)
 """Three chunks of 64 tokens at the prefill instance; its full blocks are 192 tokens."""
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 def engine_of(service: Any, name: str) -> Any:
