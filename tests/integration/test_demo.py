@@ -148,6 +148,10 @@ def test_every_output_is_equal_every_token_accounted_for_and_nothing_is_left(
     assert [i["id"] for i in result["instances"]] == ["prefill-0", "decode-0", "decode-1"]
     assert all(i["ranks"][0]["pid"] in demo.family for i in result["instances"])
     assert summary["ttft_pulled_s"] < summary["ttft_recomputed_s"]
+    # Of five chunks of 256 tokens, at least one came before the last was computed.
+    assert summary["overlap_ahead_tokens"] >= 256
+    assert 0 < summary["after_prefill_overlapped_s"] < summary["ttft_overlapped_s"]
+    assert 0 < summary["after_prefill_in_turn_s"] < summary["ttft_in_turn_s"]
     demo.assert_nothing_left()
 
 

@@ -27,7 +27,8 @@ def held_of(instance: Instance, leases: LeaseTable) -> Held:
 
 
 def _num_destinations(instance: Instance, request_id: RequestId) -> int:
-    """Count the blocks of a load that are being written: its table after what it hit."""
-    first = instance.loads[request_id].hit_tokens // instance.block_tokens
+    """Count the blocks of a load that are being written: its table from what it hit to its end."""
+    load, size = instance.loads[request_id], instance.block_tokens
+    written = slice(load.hit_tokens // size, load.asked_tokens // size)
     tables = instance.tables(request_id)
-    return sum(block != NULL_BLOCK for table in tables for block in table[first:])
+    return sum(block != NULL_BLOCK for table in tables for block in table[written])

@@ -9,26 +9,52 @@ from kvferry.coordinator.prefix_rules import rules_of
 from kvferry.coordinator.request_state import RequestState
 from kvferry.coordinator.token_accounts import TokenAccounts
 from kvferry.proto.group_specs import specs_of, takes_partial_loads
-from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, LeaseId, RequestId
+from kvferry.proto.ids import (
+    NULL_BLOCK,
+    BlockHash,
+    BlockId,
+    GroupId,
+    InstanceId,
+    LeaseId,
+    RequestId,
+)
 from kvferry.proto.instance_stats import InstanceStats
 from kvferry.proto.messages import InstanceInfo
 from kvferry.proto.shared_chain import hashes_per_block
-from kvferry.proto.step_messages import Source
+from kvferry.proto.step_messages import AdmitAsk, Source
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadInFlight:
     """A request's blocks are being fetched; until its `LoadResult`, a writer may be open.
 
-    `hit_tokens` were local, `asked_tokens` counts them and what was asked for, from the prompt's
-    start. `cancelled`: the engine was told to stop. `released`: the request has ended meanwhile.
+    `hit_tokens` were in place before, `asked_tokens` counts them and what was asked for, from the
+    prompt's start. `deadline_s`: until when it may go on, at whichever holder. `tried`: who was
+    asked, now the last one. `ahead`: the request follows a prefill and is not admitted.
+    `cancelled`: the engine was told to stop. `released`: the request has ended meanwhile.
     """
 
     lease_id: LeaseId
     hit_tokens: int
     asked_tokens: int
+    deadline_s: float
+    tried: tuple[InstanceId, ...]
+    ahead: bool = False
     cancelled: bool = False
     released: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Follower:
+    """A request whose prompt a prefill instance is computing, and what it will ask for then.
+
+    `looked_at_tokens`: the prefill had written so many when they were last looked at (None: never).
+    `may_load`: no load ahead of it has failed or had to give way.
+    """
+
+    ask: AdmitAsk
+    looked_at_tokens: int | None = None
+    may_load: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +79,8 @@ class Instance:
     own blocks, `rules_of_hashes` those of whoever takes single hashes of the chain.
 
     `requests` holds running and loading requests; `loads` those of them whose blocks are still
-    being fetched, oldest first. `sampler`, if any, follows the blocks of its pool.
+    being fetched, oldest first. `followers` wait for a prefill elsewhere. `sampler`, if any,
+    follows the blocks of its pool.
 
     Raises:
         ConfigError: a pool or groups that no cache can be made of, as `CacheConfig`, or blocks
@@ -86,6 +113,7 @@ class Instance:
         self.accounts = TokenAccounts()
         self.requests: dict[RequestId, RequestState] = {}
         self.loads: dict[RequestId, LoadInFlight] = {}
+        self.followers: dict[RequestId, Follower] = {}
         self.reservations: dict[LeaseId, Reservation] = {}
 
     @property
@@ -97,6 +125,10 @@ class Instance:
     def num_requests(self) -> int:
         """Running and loading requests."""
         return len(self.requests)
+
+    def is_running(self, request_id: RequestId) -> bool:
+        """Tell whether a request is here and none of its blocks are being fetched."""
+        return request_id in self.requests and request_id not in self.loads
 
     @property
     def num_usable_blocks(self) -> int:

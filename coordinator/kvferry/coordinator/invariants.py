@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from kvferry.coordinator.handoff import HandoffState
 from kvferry.coordinator.instances import Instance
 from kvferry.proto.errors import InvariantError
-from kvferry.proto.ids import NULL_BLOCK, BlockId
+from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId
+from kvferry.proto.shared_chain import block_keys
 
 if TYPE_CHECKING:
     from kvferry.coordinator.service import CoordinatorService
@@ -28,6 +29,7 @@ def check(service: CoordinatorService) -> None:
         _check_index(instance)
         _check_owners(state, instance)
         _check_written(instance)
+        _check_flights(instance)
         _check_accounts(instance)
     _check_locations(state)
     _check_promises(state)
@@ -70,18 +72,21 @@ def _check_index(instance: Instance) -> None:
 
 
 def _check_owners(state: ServiceState, instance: Instance) -> None:
-    """Every reference has an owner, and unfindable blocks have one owner at most."""
+    """Every reference has an owner, and blocks to be written have one owner at most."""
     pool, name = instance.manager.pool, instance.info.instance_id
     owners: Counter[BlockId] = Counter()
+    unwritten: set[BlockId] = set()
     for group in instance.manager.groups:
         for request_id, table in group.tables():
             _require_equal(
                 f"{name}: table of request {request_id}", request_id in instance.requests, True
             )
             owners.update(block for block in table if block != NULL_BLOCK)
-    for block, count in owners.items():
-        if count > 1 and pool.key_of(block) is None:
-            raise InvariantError(f"{name}: unfindable block {block} is in {count} tables")
+            num_written = instance.requests[request_id].num_computed_tokens // group.block_tokens
+            unwritten.update(block for block in table[num_written:] if block != NULL_BLOCK)
+    for block in unwritten:
+        if owners[block] > 1:
+            raise InvariantError(f"{name}: unwritten block {block} is in {owners[block]} tables")
     for lease in state.leases.live():
         if lease.instance_id == name:
             owners.update(lease.block_ids)
@@ -116,6 +121,21 @@ def _check_written(instance: Instance) -> None:
                 raise InvariantError(f"{name}: reserved block {reserved} is findable")
     loading = set(instance.loads)
     _require_equal(f"{name}: loads of unknown requests", loading - set(instance.requests), set())
+
+
+def _check_flights(instance: Instance) -> None:
+    """No block is fetched twice at once, where a part of another load is of use."""
+    if not instance.takes_partial_loads:
+        return
+    flights: Counter[BlockHash] = Counter()
+    for request_id, load in instance.loads.items():
+        covered, hash_tokens = instance.hashes_per_block, instance.hash_block_tokens
+        start, end = load.hit_tokens // hash_tokens, load.asked_tokens // hash_tokens
+        flights.update(block_keys(instance.requests[request_id].hashes[start:end], covered))
+    for block_hash, count in flights.items():
+        _require_equal(
+            f"{instance.info.instance_id}: loads that bring block {block_hash.hex()}", count, 1
+        )
 
 
 def _check_accounts(instance: Instance) -> None:

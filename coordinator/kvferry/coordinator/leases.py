@@ -87,6 +87,10 @@ class LeaseTable:
         self._earliest_s = min(self._earliest_s, lease.deadline_s)
         return lease
 
+    def get(self, lease_id: LeaseId) -> Lease | None:
+        """Return a live lease; None when it is unknown or has ended."""
+        return self._leases.get(lease_id)
+
     def renew(self, lease_id: LeaseId, *, now: float, ttl_s: float) -> Lease:
         """Move a deadline to `ttl_s` seconds from now, at most the cap after the lease's start.
 

@@ -4,7 +4,7 @@ Used by the service, the step and the checks; decides no policy.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kvferry.coordinator.block_sampling import Moment
 from kvferry.coordinator.handoff import Handoff, HandoffEvent
@@ -31,6 +31,8 @@ COUNTERS = (
     "preemptions",
     "cancelled_loads",
     "failed_loads",
+    "repeated_loads",
+    "loads_ahead",
     "expired_leases",
     "handoffs_done",
     "handoffs_failed",
@@ -144,12 +146,18 @@ class ServiceState:
         return found
 
     def best_peer(
-        self, instance: Instance, hashes: tuple[BlockHash, ...], max_hashes: int
+        self,
+        instance: Instance,
+        hashes: Sequence[BlockHash],
+        max_hashes: int,
+        *,
+        without: Collection[InstanceId] = (),
     ) -> tuple[Instance, int] | None:
         """Return the other instance that can serve most of the prefix, and how many hashes.
 
         They are whole blocks of `instance`, and at most the first `max_hashes` of `hashes`. Of
-        several with as many, the one with the fewest requests, then the first by id.
+        several with as many, the one with the fewest requests, then the first by id; none of
+        `without`.
         """
         lengths = self.index.longest_usable(
             instance.identity_digest, hashes, instance.rules, max_hashes
@@ -159,6 +167,8 @@ class ServiceState:
             peer = self.instances[instance_id]
             if best is not None and length < best[1]:
                 break
+            if instance_id in without:
+                continue
             if peer is not instance and (best is None or _load_of(peer) < _load_of(best[0])):
                 best = (peer, length)
         return best
@@ -166,7 +176,7 @@ class ServiceState:
     def blocks_of_prefix(
         self,
         holder: Instance,
-        hashes: tuple[BlockHash, ...],
+        hashes: Sequence[BlockHash],
         rules: Sequence[PrefixRule],
         *,
         start: int = 0,
@@ -196,6 +206,17 @@ class ServiceState:
                 )
             found += blocks
         return tuple(found)
+
+    def forget_blocks(
+        self, holder: Instance, hashes: Iterable[BlockHash], group_id: GroupId
+    ) -> None:
+        """Let nobody find these blocks at an instance any more: its workers do not have them."""
+        pool = holder.manager.pool
+        for block_hash in hashes:
+            while (block := pool.get_cached_block(block_hash, group_id)) is not None:
+                pool.evict_blocks([block])
+        # Whoever is admitted later in this step must not be promised them either.
+        self.follow_pools()
 
     # --- leases ------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""One engine step: reports in, then slots for running requests, then admissions.
+"""One engine step: reports, then slots for running requests, then admissions, then loads ahead.
 
 The order is the contract of `step_messages.Step`. Blocks go to running requests first, in the
 engine's order; a load never keeps a running request from growing for longer than its cancellation
@@ -7,17 +7,18 @@ takes.
 
 from dataclasses import dataclass, field
 
-from kvferry.coordinator.admission import admit_waiting
+from kvferry.coordinator.admission import Admission
+from kvferry.coordinator.following import end_waits, load_ahead
 from kvferry.coordinator.handoff import HandoffEvent
 from kvferry.coordinator.hit_finders import GroupBlocks
-from kvferry.coordinator.instances import Instance
+from kvferry.coordinator.instances import Follower, Instance, LoadInFlight
+from kvferry.coordinator.loading import Loading
 from kvferry.coordinator.request_state import RequestState
 from kvferry.coordinator.state import ServiceState
 from kvferry.coordinator.step_checks import check_step
 from kvferry.coordinator.step_outcome import StepOutcome
 from kvferry.proto.ids import RequestId
 from kvferry.proto.step_messages import (
-    LoadResult,
     Progress,
     Release,
     RunningAsk,
@@ -39,53 +40,29 @@ def apply_step(
     """
     check_step(instance, step)
     outcome = StepOutcome(token_budget=step.token_budget, max_ahead_tokens=step.ahead_tokens)
-    for result in step.load_results:
-        _end_load(state, instance, result, outcome)
+    loading = Loading(state, instance, outcome, now)
+    failed_loads = loading.end(step.load_results)
     for progress in step.progress:
         _follow(state, instance, progress)
     for release in step.releases:
         _release(state, instance, release, outcome, now)
+    loading.go_on(failed_loads)
+    for ask in step.follows:
+        instance.followers[ask.request_id] = Follower(ask=ask)
     # What was reported is written: states among it may be hit from here on.
     instance.manager.start_step()
     running = _RunningGrants(state, instance, outcome)
-    running.grant([ask for ask in step.running if ask.request_id in instance.requests])
+    running.grant([ask for ask in step.running if instance.is_running(ask.request_id)])
     # Whoever gave way in this step must not lose its blocks to a newcomer.
     if not (outcome.preempted or outcome.cancel_loads or running.num_promised):
-        admit_waiting(state, instance, step.waiting, outcome, now=now, step_lease_s=step_lease_s)
+        admission = Admission(loading, step_lease_s)
+        if all(admission.admit(ask) for ask in step.waiting) or not outcome.token_budget:
+            load_ahead(admission)
+        else:
+            _cancel_loads_ahead(state, instance, outcome)
+    end_waits(state, instance, outcome)
     state.counters["preemptions"] += len(set(outcome.preempted) - outcome.failed_loads)
     return outcome.reply()
-
-
-def _end_load(
-    state: ServiceState, instance: Instance, result: LoadResult, outcome: StepOutcome
-) -> None:
-    load = instance.loads.pop(result.request_id, None)
-    if load is None:
-        state.counters["ignored_messages"] += 1
-        return
-    state.end_lease(load.lease_id)
-    if result.error is not None:
-        state.counters["failed_loads"] += 1
-    if load.cancelled:
-        instance.forget_request(result.request_id)
-        if load.released:
-            state.move_decode_handoff(instance, result.request_id, HandoffEvent.FAILED)
-        else:
-            outcome.preempted.append(result.request_id)
-            state.move_decode_handoff(instance, result.request_id, HandoffEvent.PULL_CANCELLED)
-        return
-    if result.num_computed_tokens < load.asked_tokens and not instance.takes_partial_loads:
-        # Some group lacks the blocks before the end of what arrived, and those before its hit.
-        instance.forget_request(result.request_id)
-        outcome.preempted.append(result.request_id)
-        outcome.failed_loads.add(result.request_id)
-        state.move_decode_handoff(instance, result.request_id, HandoffEvent.FAILED)
-        return
-    request = instance.requests[result.request_id]
-    request.num_computed_tokens = result.num_computed_tokens
-    instance.manager.cache_blocks(request, result.num_computed_tokens)
-    instance.accounts.loaded(result.request_id, result.num_computed_tokens)
-    state.move_decode_handoff(instance, result.request_id, HandoffEvent.FINISHED)
 
 
 def _follow(state: ServiceState, instance: Instance, progress: Progress) -> None:
@@ -109,22 +86,47 @@ def _release(
         # Its cancelled load ended in this very step: it has ended, and is not to be queued again.
         outcome.preempted.remove(release.request_id)
         return
+    follower = instance.followers.pop(release.request_id, None)
+    if follower is not None:
+        state.move_decode_handoff(instance, release.request_id, HandoffEvent.FAILED)
     request = instance.requests.get(release.request_id)
     if request is None:
-        state.counters["ignored_messages"] += 1
+        state.counters["ignored_messages"] += follower is None
         return
     load = instance.loads.get(release.request_id)
     if load is not None:
         # A writer may still be open: the blocks come back with the load's result, not before.
         load.released = True
-        if not load.cancelled:
-            load.cancelled = True
-            outcome.cancel_loads.append(release.request_id)
-            state.counters["cancelled_loads"] += 1
+        _cancel_load(state, load, release.request_id, outcome)
         return
     if release.handoff:
         _lease_for_handoff(state, instance, request, now)
+    else:
+        _give_handoff_up(state, instance, release.request_id)
     instance.forget_request(release.request_id)
+
+
+def _cancel_load(
+    state: ServiceState, load: LoadInFlight, request_id: RequestId, outcome: StepOutcome
+) -> None:
+    if not load.cancelled:
+        load.cancelled = True
+        outcome.cancel_loads.append(request_id)
+        state.counters["cancelled_loads"] += 1
+
+
+def _cancel_loads_ahead(state: ServiceState, instance: Instance, outcome: StepOutcome) -> None:
+    """Let requests that could run have the blocks that are being filled for others to run later."""
+    for request_id, load in instance.loads.items():
+        if load.ahead:
+            _cancel_load(state, load, request_id, outcome)
+
+
+def _give_handoff_up(state: ServiceState, instance: Instance, request_id: RequestId) -> None:
+    """Tell who follows a prefill that has ended before it was done."""
+    handoff = state.handoffs.get(request_id)
+    if handoff is not None and handoff.prefill_instance == instance.info.instance_id:
+        state.move_handoff(handoff, HandoffEvent.FAILED)
 
 
 def _lease_for_handoff(
@@ -208,16 +210,16 @@ class _RunningGrants:
         return 0
 
     def _await_loads(self, missing: int) -> bool:
-        """Cancel the newest loads until their blocks will do; tell whether they will."""
-        for request_id in reversed(list(self.instance.loads)):
+        """Cancel loads until their blocks will do, those ahead first; tell whether they will."""
+        loads = self.instance.loads
+        order = list(reversed(loads))
+        order.sort(key=lambda request_id: not loads[request_id].ahead)
+        for request_id in order:
             if self.num_returning - self.num_promised >= missing:
                 break
-            load = self.instance.loads[request_id]
-            if not load.cancelled:
-                load.cancelled = True
+            if not loads[request_id].cancelled:
                 self.num_returning += self._num_own_blocks(request_id)
-                self.outcome.cancel_loads.append(request_id)
-                self.state.counters["cancelled_loads"] += 1
+                _cancel_load(self.state, loads[request_id], request_id, self.outcome)
         if self.num_returning - self.num_promised < missing:
             return False
         self.num_promised += missing

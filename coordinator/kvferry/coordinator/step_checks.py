@@ -5,10 +5,10 @@ Reports about requests that are gone are no contradiction: a completion may cros
 
 from collections.abc import Iterable
 
-from kvferry.coordinator.instances import Instance
+from kvferry.coordinator.instances import Instance, LoadInFlight
 from kvferry.proto.errors import BadInputError, NeverFitsError, NotFoundError, PromptTooLongError
 from kvferry.proto.ids import RequestId
-from kvferry.proto.step_messages import AdmitAsk, LoadResult, Progress, Step
+from kvferry.proto.step_messages import AdmitAsk, LoadFailure, LoadResult, Progress, Step
 
 
 def check_step(instance: Instance, step: Step) -> None:
@@ -42,10 +42,15 @@ def check_step(instance: Instance, step: Step) -> None:
         if request_id in instance.loads and request_id not in ended_loads:
             raise BadInputError("a running request's load has not been reported", given=request_id)
         _check_target(instance, request_id, running.target_tokens)
-    for waiting in step.waiting:
-        if waiting.request_id in instance.requests and waiting.request_id not in released:
-            raise BadInputError("a waiting request is admitted already", given=waiting.request_id)
-        _check_admission(instance, waiting)
+    newcomers = (*step.waiting, *step.follows)
+    _refuse_repeats("waiting and follows", (ask.request_id for ask in newcomers))
+    for ask in newcomers:
+        if ask.request_id not in released:
+            if ask.request_id in instance.requests:
+                raise BadInputError("a waiting request is admitted already", given=ask.request_id)
+            if ask.request_id in instance.followers:
+                raise BadInputError("a request follows a prefill already", given=ask.request_id)
+        _check_admission(instance, ask)
 
 
 def _refuse_repeats(part: str, request_ids: Iterable[RequestId]) -> None:
@@ -70,6 +75,18 @@ def _check_load_result(instance: Instance, result: LoadResult) -> None:
             allowed=f"{load.hit_tokens} to {load.asked_tokens}, in whole blocks of "
             f"{instance.block_tokens} tokens; of several groups, or one with a window, one or the "
             "other",
+        )
+    if result.failure is not None:
+        _check_failure(instance, load, result.failure)
+
+
+def _check_failure(instance: Instance, load: LoadInFlight, failure: LoadFailure) -> None:
+    num_groups, num_blocks = len(instance.rules), load.asked_tokens // instance.block_tokens
+    if not 0 <= failure.group_id < num_groups or not 0 <= failure.block < num_blocks:
+        raise BadInputError(
+            "a failure at a block that no load has asked for",
+            given=f"block {failure.block} of group {failure.group_id}",
+            allowed=f"blocks 0 to {num_blocks - 1} of groups 0 to {num_groups - 1}",
         )
 
 
@@ -108,6 +125,12 @@ def _check_admission(instance: Instance, ask: AdmitAsk) -> None:
             f"target_tokens of request {ask.request_id}",
             given=ask.target_tokens,
             allowed=f"1 to num_tokens = {ask.num_tokens}",
+        )
+    if not 0 <= ask.ahead_tokens <= ask.num_tokens:
+        raise BadInputError(
+            f"ahead_tokens of request {ask.request_id}",
+            given=ask.ahead_tokens,
+            allowed=f"0 to num_tokens = {ask.num_tokens}",
         )
     _check_num_hashes(instance, f"request {ask.request_id}", len(ask.hashes), ask.num_tokens)
     if ask.content is not None:

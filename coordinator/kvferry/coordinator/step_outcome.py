@@ -8,9 +8,15 @@ from kvferry.coordinator.request_state import RequestState
 from kvferry.proto.ids import RequestId
 from kvferry.proto.step_messages import Load, Scheduled, StepReply
 
-# Slots are granted ahead only if one block in so many stays free: newcomers and growing requests
-# should find blocks without anybody giving way.
 _LEFT_FREE = 8
+
+
+def left_free(instance: Instance) -> int:
+    """Return how many blocks must stay free when something is done ahead of its time.
+
+    Newcomers and growing requests should find blocks without anybody giving way.
+    """
+    return instance.num_usable_blocks // _LEFT_FREE
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,6 +35,7 @@ class StepOutcome:
     preempted: list[RequestId] = field(default_factory=list)
     failed_loads: set[RequestId] = field(default_factory=set)
     cancel_loads: list[RequestId] = field(default_factory=list)
+    prefill_over: list[RequestId] = field(default_factory=list)
 
     def grant(
         self,
@@ -66,7 +73,7 @@ class StepOutcome:
     def _choices(self, instance: Instance, reaches_target: bool) -> tuple[tuple[int, int], ...]:
         """Return what to try: slots to grant ahead, and how many blocks must then be left."""
         if reaches_target and self.max_ahead_tokens:
-            return (self.max_ahead_tokens, instance.num_usable_blocks // _LEFT_FREE), (0, 0)
+            return (self.max_ahead_tokens, left_free(instance)), (0, 0)
         return ((0, 0),)
 
     def reply(self) -> StepReply:
@@ -76,4 +83,5 @@ class StepOutcome:
             loads=tuple(self.loads),
             preempted=tuple(self.preempted),
             cancel_loads=tuple(self.cancel_loads),
+            prefill_over=tuple(self.prefill_over),
         )

@@ -45,14 +45,28 @@ class TokenAccounts:
         self._stays: dict[RequestId, _Stay] = {}
 
     def admitted(
-        self, request_id: RequestId, *, asked_tokens: int, hit_tokens: int, resumed: bool
+        self,
+        request_id: RequestId,
+        *,
+        asked_tokens: int,
+        hit_tokens: int,
+        ahead_tokens: int,
+        resumed: bool,
     ) -> None:
-        """Count an admission that asks for `asked_tokens`, of which the first hits are here."""
+        """Count an admission that asks for `asked_tokens`, of which the first hits are here.
+
+        `ahead_tokens` of those came from a peer, ahead of the admission.
+        """
         counters = self._preempted if resumed else self._first
         counters.requests += 1
         counters.requested += asked_tokens
         stay = self._stays[request_id] = _Stay(counters, asked_tokens, 0)
+        counters.remote_hit += stay.advance(min(ahead_tokens, hit_tokens))
         counters.local_hit += stay.advance(hit_tokens)
+
+    def loads_ahead(self, request_id: RequestId) -> None:
+        """Open the account of a request that only loads; its tokens count when it is admitted."""
+        self._stays[request_id] = _Stay(self._first, asked=0, in_place=0)
 
     def loaded(self, request_id: RequestId, num_tokens: int) -> None:
         """Count what came from a peer: the first `num_tokens` tokens are in place now."""

@@ -6,7 +6,16 @@ The other commands and replies are in `messages`.
 from dataclasses import dataclass
 
 from kvferry.proto.extra_keys import NO_KEYS, RequestKeys
-from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, LeaseId, RequestId
+from kvferry.proto.ids import (
+    BlockHash,
+    BlockId,
+    Epoch,
+    GroupId,
+    Incarnation,
+    InstanceId,
+    LeaseId,
+    RequestId,
+)
 from kvferry.proto.layout import Layout
 
 
@@ -39,20 +48,38 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFailure:
+    """Why a load brought less than was asked for.
+
+    `error_type`: class name of the error (`kvferry.proto.errors`), or "Cancelled". `block` is the
+    one that the error is about: the request's block of that number, in the taker's blocks, of
+    group `group_id`. What else did not come are the blocks after `LoadResult.num_computed_tokens`.
+    """
+
+    error_type: str
+    message: str
+    group_id: GroupId
+    block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
     """A load has ended and its writer is closed, whatever the outcome.
 
     `num_computed_tokens`: tokens in place counted from the prompt's start (local hit + whole
-    verified blocks that arrived in order). `error` is None when everything asked for arrived.
+    verified blocks that arrived in order). `failure` is None when everything asked for arrived.
 
     With one group of full attention a part of what was asked for is of use. With other groups a
-    part is not: report the hit's tokens then. The request gives its blocks back, is named in
-    `preempted`, and is better asked for with `allow_remote=False` the next time.
+    part is not: report the hit's tokens then.
+
+    After a failure the reply names the request in `loads` again if another holder is to bring the
+    rest. Otherwise a part is computed upon; a request that has no use for it gives its blocks back,
+    is named in `preempted`, and is better asked for with `allow_remote=False` the next time.
     """
 
     request_id: RequestId
     num_computed_tokens: int
-    error: str | None = None
+    failure: LoadFailure | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +108,9 @@ class AdmitAsk:
     `hashes` covers all full hash blocks of its `num_tokens` known tokens (prompt and, after a
     preemption or a move, generated ones). Tokens `[0, target_tokens)` are to be computed here.
     `resumed` marks a request that was admitted here before and lost its blocks: its tokens are
-    counted apart (`InstanceStats.preempted`). `content` holds all `num_tokens` tokens, and is only
-    sent where `Registered.wants_content` says so.
+    counted apart (`InstanceStats.preempted`). `ahead_tokens`: so many of the tokens that it finds
+    here were loaded ahead for it. `content` holds all `num_tokens` tokens, and is only sent where
+    `Registered.wants_content` says so.
     """
 
     request_id: RequestId
@@ -91,6 +119,7 @@ class AdmitAsk:
     hashes: tuple[BlockHash, ...]
     resumed: bool = False
     allow_remote: bool = True
+    ahead_tokens: int = 0
     content: RequestContent | None = None
 
 
@@ -98,10 +127,15 @@ class AdmitAsk:
 class Step:
     """One engine step, whatever the number of requests in it.
 
-    The coordinator applies, in order: `load_results`, `progress`, `releases`, then grants slots to
-    `running` (first to last; when blocks run out, loads in flight are cancelled first, then the
-    *last* running request is preempted), then admits `waiting` from the front until one does not
-    fit. The engine expresses its policy (first come first served, priority) by the order alone.
+    The coordinator applies, in order: `load_results`, `progress`, `releases`, then lets failed
+    loads go on at other holders, then grants slots to `running` (first to last; when blocks run
+    out, loads in flight are cancelled first, then the *last* running request is preempted; one that
+    loads again is passed over), then admits `waiting` from the front until one does not fit. The
+    engine expresses its policy (first come first served, priority) by the order alone.
+
+    `follows`: requests that a prefill instance computes meanwhile, each said once, as they would
+    ask for admission. After all others they get loads that are `ahead`, in this step and later
+    ones, until they are released or named in `prefill_over`.
 
     `token_budget`: tokens that may be computed in this step, over all requests. `ahead_tokens`:
     slots that a request would like beyond its target, so that the tokens it generates next need no
@@ -117,6 +151,7 @@ class Step:
     releases: tuple[Release, ...] = ()
     running: tuple[RunningAsk, ...] = ()
     waiting: tuple[AdmitAsk, ...] = ()
+    follows: tuple[AdmitAsk, ...] = ()
     token_budget: int
     ahead_tokens: int = 0
 
@@ -154,15 +189,22 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A request was admitted; what lies after block `num_hit_blocks` is to come from a peer.
+    """What lies after block `num_hit_blocks` of a request is to come from a peer.
 
-    `block_ids` are the request's whole tables so far, one per group and equally long; where a
-    group's table holds the null block, it needs nothing. The destination blocks are reserved and
-    not findable. The request joins the running ones once its `LoadResult` has been reported.
+    The request is admitted by this, or was before: then an earlier load of it has ended, and its
+    first `num_hit_blocks` blocks are in place.
+
+    `block_ids` are the request's tables up to the end of this load, one per group and equally long;
+    where a group's table holds the null block, it needs nothing. The destination blocks are
+    reserved and not findable. The request joins the running ones once its `LoadResult` has been
+    reported.
 
     These are the taker's blocks; the source's may cover other numbers of hashes. Its blocks that
     hold any of the positions needed are leased for `ttl_s` more seconds. With one group of full
     attention the last of them may end after the prefix, under a later hash of the request.
+
+    With `ahead` the request follows a prefill and is not admitted: once its `LoadResult` has been
+    reported, what arrived can be found here, and the request has no blocks and goes on following.
     """
 
     request_id: RequestId
@@ -171,6 +213,7 @@ class Load:
     source: Source
     lease_id: LeaseId
     ttl_s: float
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,10 +222,13 @@ class StepReply:
 
     `preempted`: these gave all blocks back and go to the head of the waiting queue.
     `cancel_loads`: stop these loads, wait until their writer is closed, report a `LoadResult`, and
-    treat the request as preempted then (it appears in a later reply's `preempted`).
+    treat the request as preempted then (it appears in a later reply's `preempted`). One of them may
+    be among this reply's `loads`. One whose load is `ahead` goes on following instead.
+    `prefill_over`: these follow no prefill any more, however it ended: ask for their admission.
     """
 
     scheduled: tuple[Scheduled, ...] = ()
     loads: tuple[Load, ...] = ()
     preempted: tuple[RequestId, ...] = ()
     cancel_loads: tuple[RequestId, ...] = ()
+    prefill_over: tuple[RequestId, ...] = ()

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from kvferry.cluster.config import ServiceConfig
 from kvferry.cluster.demo.conversation import PromptWriter, plan_turns
+from kvferry.cluster.demo.overlap import Handover, OverlapTimings
 from kvferry.cluster.demo.plan import (
     longest_requests,
     min_num_blocks,
@@ -52,9 +53,10 @@ def test_sessions_share_the_document_and_the_extra_prompt_does_not(writer: Promp
     first, second = writer.first_turn("What is this?"), writer.first_turn("Who may use it?")
     shared = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     assert shared > 1000
-    extra = writer.extra_prompt()
-    assert len(extra) > 1000
+    extra, another = writer.extra_prompt(0), writer.extra_prompt(1)
+    assert len(extra) == len(another) > 1000
     assert next(i for i, (a, b) in enumerate(zip(first, extra, strict=False)) if a != b) < 16
+    assert next(i for i, (a, b) in enumerate(zip(extra, another, strict=True)) if a != b) < 16
 
 
 def test_a_later_turn_begins_with_the_earlier_one_and_its_answer(writer: PromptWriter) -> None:
@@ -137,8 +139,10 @@ def served(accounting: Accounting) -> Served:
         finish_reason="length",
         accounting=accounting,
         prefill_computed_tokens=8,
+        ahead_tokens=0,
         pulled_bytes=640,
         preemptions=1,
+        prefill_s=None,
         ttft_s=0.5,
         prefill_instance=None,
         decode_instance=InstanceId("d0"),
@@ -146,7 +150,11 @@ def served(accounting: Accounting) -> Served:
 
 
 def result(
-    *, equal: bool = True, computed: int = 2, extra: ExtraTimings | None = None
+    *,
+    equal: bool = True,
+    computed: int = 2,
+    extra: ExtraTimings | None = None,
+    overlap: OverlapTimings | None = None,
 ) -> DemoResult:
     accounting = Accounting(
         prompt_tokens=10, local_hit_tokens=0, remote_hit_tokens=8, computed_tokens=computed
@@ -158,6 +166,7 @@ def result(
         served=(served(accounting),),
         comparisons=(Comparison(equal=equal, near_ties=0, first_difference=None, min_gap=1.0),),
         extra=extra,
+        overlap=overlap,
         min_num_blocks=4,
     )
 
@@ -180,6 +189,36 @@ def test_the_summary_adds_up_and_leaves_untaken_times_open() -> None:
         "ttft_pulled_s": None,
         "ttft_recomputed_s": None,
         "ttft_ratio": None,
+        "ttft_in_turn_s": None,
+        "after_prefill_in_turn_s": None,
+        "ttft_overlapped_s": None,
+        "after_prefill_overlapped_s": None,
+        "overlap_ahead_tokens": None,
+        "overlap_saved_s": None,
     }
     timed = summary(result(extra=ExtraTimings(pulled_s=0.5, recomputed_s=2.0)))
     assert timed["ttft_ratio"] == 0.25
+
+
+def test_what_overlap_saves_is_the_median_over_pairs_of_the_time_after_the_prefill() -> None:
+    def handovers(*times: tuple[float, float], ahead_tokens: int) -> tuple[Handover, ...]:
+        return tuple(
+            Handover(ttft_s=ttft, after_prefill_s=after, ahead_tokens=ahead_tokens - 16 * number)
+            for number, (ttft, after) in enumerate(times)
+        )
+
+    overlap = OverlapTimings(
+        in_turn=handovers((2.0, 0.5), (3.0, 0.4), (2.5, 0.9), ahead_tokens=0),
+        overlapped=handovers((1.9, 0.2), (2.0, 0.3), (2.1, 0.4), ahead_tokens=800),
+    )
+    assert (
+        summary(result(overlap=overlap)).items()
+        >= {
+            "ttft_in_turn_s": 2.5,
+            "after_prefill_in_turn_s": 0.5,
+            "ttft_overlapped_s": 2.0,
+            "after_prefill_overlapped_s": 0.3,
+            "overlap_ahead_tokens": 768,
+            "overlap_saved_s": 0.3,
+        }.items()
+    )

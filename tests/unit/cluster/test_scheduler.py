@@ -49,6 +49,7 @@ def request(
     max_tokens: int = 3,
     *,
     prefill_only: bool = False,
+    follows_prefill: bool = False,
     priority: int = 0,
 ) -> EngineRequest:
     return EngineRequest(
@@ -56,6 +57,7 @@ def request(
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=max_tokens),
         prefill_only=prefill_only,
+        follows_prefill=follows_prefill,
         priority=priority,
     )
 
@@ -221,19 +223,6 @@ def test_a_prefix_held_by_a_peer_is_loaded_and_counted_as_remote(rig: Rig) -> No
     accounting = finished.accounting
     assert (accounting.remote_hit_tokens, accounting.computed_tokens) == (12, 2)
     assert finished.pulled_bytes == 300
-
-
-def test_what_a_failed_load_left_out_is_computed(rig: Rig) -> None:
-    rig.add_instance("p", "prefill").add(request("at-p", range(14), prefill_only=True))
-    rig.run_until_idle("p")
-    decode = rig.add_instance("d")
-    decode.add(request("r", range(14)))
-    rig.step("d")
-    failed = LoadResult(request_id=RequestId("r"), num_computed_tokens=4, error="peer died")
-    decode.load_ended(failed, pulled_bytes=100)
-    rig.run_until_idle("d")
-    accounting = rig.finished("r").accounting
-    assert (accounting.remote_hit_tokens, accounting.computed_tokens) == (4, 10)
 
 
 def test_a_preempted_request_finishes_and_its_prompt_is_counted_once(rig: Rig) -> None:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 
-from tests.unit.coordinator.fleet import BLOCK_TOKENS, Fleet, chain, num_granted
+from tests.unit.coordinator.fleet import BLOCK_TOKENS, Fleet, chain, failed, loaded, num_granted
 
-from kvferry.proto.ids import RequestId
+from kvferry.proto.ids import InstanceId, RequestId
 from kvferry.proto.step_messages import (
     AdmitAsk,
     LoadResult,
@@ -22,6 +22,9 @@ class Loading:
     ask: AdmitAsk
     hit_tokens: int
     asked_tokens: int
+    tried: tuple[InstanceId, ...]
+    ahead: bool = False
+    cancelled: bool = False
     aborted: bool = False
 
 
@@ -30,6 +33,7 @@ class Running:
     ask: AdmitAsk
     num_computed: int
     granted: int = 0
+    tried: tuple[InstanceId, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Behaviour:
     handoff: bool = False
     end: frozenset[int] = frozenset()
     arrived: tuple[int, ...] = ()
+    error_type: str = "UnavailableError"
 
 
 @dataclass
@@ -52,15 +57,27 @@ class EngineModel:
     waiting: list[AdmitAsk] = field(default_factory=list)
     running: dict[RequestId, Running] = field(default_factory=dict)
     loading: dict[RequestId, Loading] = field(default_factory=dict)
+    following: dict[RequestId, AdmitAsk] = field(default_factory=dict)
+    not_told: list[AdmitAsk] = field(default_factory=list)
     partial_loads: bool = True
     block_tokens: int = BLOCK_TOKENS
 
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.running or self.loading or self.following)
+
+    def follow(self, ask: AdmitAsk) -> None:
+        """Take a request in whose prefill runs elsewhere."""
+        self.following[ask.request_id] = ask
+        self.not_told.append(ask)
+
     def step(self, fleet: Fleet, name: str, does: Behaviour) -> None:
         """Report, ask, and take the reply in."""
-        results = self.end_loads(does.arrived)
+        results = self.end_loads(does.arrived, does.error_type)
         progress = self._write(does.grow)
         releases = self._release(does)
-        cancelled_before = set(self.loading)
+        loading_before = set(self.loading)
+        follows, self.not_told = tuple(self.not_told), []
         reply = fleet.step(
             name,
             does.budget,
@@ -72,28 +89,32 @@ class EngineModel:
                 for request_id, running in self.running.items()
             ),
             waiting=tuple(self.waiting),
+            follows=follows,
             ahead_tokens=does.ahead,
         )
-        assert set(reply.cancel_loads) <= cancelled_before
+        load_again = {load.request_id for load in reply.loads if load.request_id in self.running}
+        assert set(reply.cancel_loads) <= loading_before | load_again
         assert sum(num_granted(s) - does.ahead for s in reply.scheduled) <= does.budget
-        if reply.preempted or reply.cancel_loads:
-            assert reply.loads == ()
+        ahead = {request_id for request_id, load in self.loading.items() if load.ahead}
+        if reply.preempted or set(reply.cancel_loads) - ahead:
+            assert {load.request_id for load in reply.loads} == load_again
         self._take(reply)
 
-    def end_loads(self, arrived: tuple[int, ...]) -> tuple[LoadResult, ...]:
-        """End the oldest loads; `arrived[i]` blocks of the i-th came whole."""
+    def end_loads(self, arrived: tuple[int, ...], error_type: str) -> tuple[LoadResult, ...]:
+        """End the oldest loads; `arrived[i]` blocks of the i-th came whole, then came the error."""
         results = []
         for request_id, num_arrived in zip(list(self.loading), arrived, strict=False):
             load = self.loading.pop(request_id)
             computed = min(load.hit_tokens + num_arrived * self.block_tokens, load.asked_tokens)
-            error = None if computed == load.asked_tokens else "short"
-            if error and not self.partial_loads:
-                computed = load.hit_tokens
-            results.append(
-                LoadResult(request_id=request_id, num_computed_tokens=computed, error=error)
-            )
-            if not load.aborted:
-                self.running[request_id] = Running(load.ask, computed)
+            failure, ask = None, load.ask
+            if computed < load.asked_tokens:
+                computed = computed if self.partial_loads else load.hit_tokens
+                failure = failed(computed // self.block_tokens, error_type)
+                # As engines do: who failed must not be asked again.
+                ask = ask if load.cancelled else replace(ask, allow_remote=False)
+            results.append(loaded(request_id, computed, failure))
+            if not (load.aborted or load.ahead):
+                self.running[request_id] = Running(ask, computed, tried=load.tried)
         return tuple(results)
 
     def _write(self, grow: bool) -> tuple[Progress, ...]:
@@ -120,31 +141,47 @@ class EngineModel:
 
     def _release(self, does: Behaviour) -> tuple[Release, ...]:
         releases = []
-        for number, request_id in enumerate([*self.running, *self.loading]):
+        told = [name for name in self.following if self.following[name] not in self.not_told]
+        for number, request_id in enumerate(dict.fromkeys([*self.running, *self.loading, *told])):
             running = self.running.get(request_id)
             finished = running is not None and running.num_computed == running.ask.num_tokens
             if number not in does.end and not (does.finish and finished):
                 continue
             releases.append(Release(request_id=request_id, handoff=does.handoff))
+            self.following.pop(request_id, None)
+            self.running.pop(request_id, None)
             if request_id in self.loading:
                 self.loading[request_id].aborted = True
-            else:
-                del self.running[request_id]
         return tuple(releases)
 
     def _take(self, reply: StepReply) -> None:
         for request_id in reply.preempted:
             ask = self.running.pop(request_id).ask
             self.waiting.insert(0, replace(ask, resumed=True))
-        asks = {ask.request_id: ask for ask in self.waiting}
+        for request_id in set(reply.cancel_loads) & set(self.loading):
+            self.loading[request_id].cancelled = True
+        asks = {ask.request_id: ask for ask in self.waiting} | self.following
         for load in reply.loads:
             used = [block for table in load.block_ids for block in table if block]
             assert len(set(used)) == len(used)
             hit_tokens = load.num_hit_blocks * self.block_tokens
             (num_blocks,) = {len(table) for table in load.block_ids}
             asked_tokens = num_blocks * self.block_tokens
-            assert hit_tokens < asked_tokens < asks[load.request_id].num_tokens
-            self.loading[load.request_id] = Loading(asks[load.request_id], hit_tokens, asked_tokens)
+            before = self.running.pop(load.request_id, None)
+            ask, tried = (before.ask, before.tried) if before else (asks[load.request_id], ())
+            assert hit_tokens < asked_tokens < ask.num_tokens
+            assert before is None or before.num_computed == hit_tokens
+            source = load.source.instance_id
+            assert source not in tried
+            assert load.ahead == (load.request_id in self.following)
+            self.loading[load.request_id] = Loading(
+                ask,
+                hit_tokens,
+                asked_tokens,
+                (*tried, source),
+                ahead=load.ahead,
+                cancelled=load.request_id in reply.cancel_loads,
+            )
         for scheduled in reply.scheduled:
             if scheduled.request_id in asks:
                 self.running[scheduled.request_id] = Running(
@@ -156,6 +193,7 @@ class EngineModel:
         admitted = {load.request_id for load in reply.loads}
         admitted |= {scheduled.request_id for scheduled in reply.scheduled}
         self.waiting = [ask for ask in self.waiting if ask.request_id not in admitted]
+        self.waiting += [self.following.pop(request_id) for request_id in reply.prefill_over]
 
 
 def _one_token_more(ask: AdmitAsk) -> AdmitAsk:

@@ -44,6 +44,7 @@ from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import (
     AdmitAsk,
     Load,
+    LoadFailure,
     LoadResult,
     Progress,
     Release,
@@ -104,8 +105,15 @@ def admit(name: str, text: str, extra_tokens: int = 1, **changes: Any) -> AdmitA
     return replace(made, **changes)
 
 
-def loaded(name: str, num_tokens: int, error: str | None = None) -> LoadResult:
-    return LoadResult(request_id=RequestId(name), num_computed_tokens=num_tokens, error=error)
+def loaded(name: str, num_tokens: int, failure: LoadFailure | None = None) -> LoadResult:
+    return LoadResult(request_id=RequestId(name), num_computed_tokens=num_tokens, failure=failure)
+
+
+def failed(block: int, error_type: str = "UnavailableError", group: int = 0) -> LoadFailure:
+    """A load ended with an error about a block of its taker."""
+    return LoadFailure(
+        error_type=error_type, message="it broke", group_id=GroupId(group), block=block
+    )
 
 
 def wrote(

@@ -6,6 +6,7 @@ from tests.unit.coordinator.fleet import (
     Fleet,
     admit,
     chain,
+    failed,
     loaded,
     new_blocks,
     num_granted,
@@ -199,7 +200,13 @@ def test_b39_late_completions_free_once_and_are_ignored_after_that(order: str, t
     fleet = aborted_with_a_receive_and_a_send_pending()
 
     def receive_ended() -> None:
-        fleet.step("d", load_results=(loaded("r", 0, "aborted"), loaded("never seen", 4)))
+        fleet.step(
+            "d",
+            load_results=(
+                loaded("r", 0, failed(0, "Cancelled")),
+                loaded("never seen", 4),
+            ),
+        )
 
     def send_ended() -> None:
         fleet.close_handoff("r")

@@ -7,7 +7,16 @@ Transfers themselves are in `tests/integration/test_cases_transfer.py` and
 from typing import Any
 
 import pytest
-from tests.unit.coordinator.fleet import Fleet, admit, chain, load_blocks, loaded, release, wrote
+from tests.unit.coordinator.fleet import (
+    Fleet,
+    admit,
+    chain,
+    failed,
+    load_blocks,
+    loaded,
+    release,
+    wrote,
+)
 
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.ids import FIRST_GROUP, InstanceId
@@ -42,7 +51,7 @@ def test_b34d_a_load_that_ended_whole_counts_when_it_is_told_after_the_deadline(
 def test_b34_a_load_that_failed_is_counted_once_and_makes_nothing_findable(fleet: Fleet) -> None:
     fleet.admit_load("d", admit("r", "xyz"))
     for _ in range(2):
-        fleet.step("d", load_results=(loaded("r", 0, "part 2 could not be started"),))
+        fleet.step("d", load_results=(loaded("r", 0, failed(0)),))
         assert fleet.locate("xyz") == {"p": 3, "d": 0}
     counters = fleet.describe().counters
     assert (counters["failed_loads"], counters["ignored_messages"]) == (1, 1)
@@ -102,7 +111,9 @@ def test_b38b_blocks_handed_over_to_a_decode_side_that_was_killed_come_back(flee
 def test_b39_a_result_and_the_release_of_its_request_in_one_step_free_once(fleet: Fleet) -> None:
     fleet.admit_load("d", admit("r", "xyz"))
     assert fleet.num_free("d") == 6
-    fleet.step("d", load_results=(loaded("r", 0, "aborted"),), releases=(release("r"),))
+    fleet.step(
+        "d", load_results=(loaded("r", 0, failed(0, "Cancelled")),), releases=(release("r"),)
+    )
     assert (fleet.num_free("d"), fleet.describe().num_leases) == (9, 0)
     assert fleet.describe().counters["ignored_messages"] == 0
 
@@ -115,7 +126,9 @@ def test_b39_one_of_two_readers_of_a_block_that_ends_leaves_it_to_the_other(flee
     assert sending.lease_id is not None
     pool = fleet.service.state.instance(InstanceId("d")).manager.pool
     assert pool.ref_count(receiving) == 2
-    fleet.step("d", load_results=(loaded("r", 4, "aborted"),), releases=(release("r"),))
+    fleet.step(
+        "d", load_results=(loaded("r", 4, failed(1, "Cancelled")),), releases=(release("r"),)
+    )
     assert pool.ref_count(receiving) == 1
     assert fleet.service.state.end_lease(sending.lease_id)
     assert not fleet.service.state.end_lease(sending.lease_id)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from tests.unit.coordinator.fleet import HYBRID, Fleet, admit, loaded, release, wrote
+from tests.unit.coordinator.fleet import HYBRID, Fleet, admit, failed, loaded, release, wrote
 
 from kvferry.proto.ids import InstanceId
 from kvferry.proto.instance_stats import Held
@@ -55,7 +55,7 @@ def test_destinations_of_a_load_are_quarantined_from_when_it_is_given_up_to_its_
     assert status(fleet, "a").held == Held(leases=1, leased_blocks=3)
     fleet.step("b", releases=(release("r"),))
     assert status(fleet, "b").held == replace(loading, quarantined_blocks=3)
-    fleet.step("b", load_results=(loaded("r", 4, error="cancelled"),))
+    fleet.step("b", load_results=(loaded("r", 4, failed(1, "Cancelled")),))
     assert status(fleet, "b").held == Held()
 
 

@@ -54,7 +54,7 @@ def index_without_hash(fleet: Fleet) -> None:
     instance_a(fleet).manager.pool._hashes.carried[1] = None
 
 
-def share_an_unfindable_block(fleet: Fleet) -> None:
+def share_an_unwritten_block(fleet: Fleet) -> None:
     instance_a(fleet).manager.groups[0]._tables[RequestId("r")].append(BlockId(2))
 
 
@@ -98,7 +98,7 @@ def ready_without_lease(fleet: Fleet) -> None:
         (free_twice, "blocks freed twice; given: 1; allowed: 0"),
         (reference_without_owner, "references and their owners"),
         (index_without_hash, "indexed blocks and blocks with a hash"),
-        (share_an_unfindable_block, "unfindable block 2 is in 2 tables"),
+        (share_an_unwritten_block, "unwritten block 2 is in 2 tables"),
         (find_an_unwritten_block, "block 1 of request r is findable and not written"),
         (forget_the_request_only, "table of request r"),
         (locate_a_strange_key, "location index and pool"),

@@ -12,6 +12,7 @@ from tests.unit.coordinator.fleet import (
     Fleet,
     admit,
     chain,
+    failed,
     load_blocks,
     loaded,
     release,
@@ -166,8 +167,8 @@ def test_a_part_of_a_load_is_of_use_in_whole_blocks_of_its_taker() -> None:
     fleet.cache("p", "abcdef")
     fleet.admit_load("d", admit("r", "abcdef"))
     with pytest.raises(BadInputError, match="given: 12; allowed: 0 to 24, in whole blocks of 8"):
-        fleet.step("d", load_results=(loaded("r", 3 * BLOCK_TOKENS, "short"),))
-    fleet.step("d", load_results=(loaded("r", 4 * BLOCK_TOKENS, "short"),))
+        fleet.step("d", load_results=(loaded("r", 3 * BLOCK_TOKENS, failed(1)),))
+    fleet.step("d", load_results=(loaded("r", 4 * BLOCK_TOKENS, failed(2)),))
     assert fleet.locate("abcdef")["d"] == 4
 
 

@@ -11,6 +11,7 @@ from tests.unit.coordinator.fleet import (
     Fleet,
     admit,
     chain,
+    failed,
     info,
     loaded,
     release,
@@ -309,7 +310,7 @@ def test_an_aborted_pull_fails_the_handoff_when_its_writer_is_closed(fleet: Flee
     fleet.admit_load("b", admit("r", "xy"))
     fleet.step("b", releases=(release("r"),))
     assert (fleet.num_free("a"), fleet.num_free("b")) == (7, 7)
-    fleet.step("b", load_results=(loaded("r", 0, "stopped"),))
+    fleet.step("b", load_results=(loaded("r", 0, failed(0, "Cancelled")),))
     assert (fleet.num_free("a"), fleet.num_free("b")) == (9, 9)
     assert fleet.describe().counters["handoffs_failed"] == 1
 

@@ -3,7 +3,7 @@
 from dataclasses import fields, replace
 
 import pytest
-from tests.unit.coordinator.fleet import Fleet, admit, loaded, release, runs, wrote
+from tests.unit.coordinator.fleet import Fleet, admit, failed, loaded, release, runs, wrote
 
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.instance_stats import InstanceStats, TokenCounts
@@ -95,7 +95,7 @@ def test_only_what_an_admission_asked_for_counts(fleet: Fleet) -> None:
 def test_a_short_load_counts_what_came_and_a_cancelled_one_nothing(fleet: Fleet) -> None:
     fleet.cache("a", "xyz")
     fleet.admit_load("b", admit("r", "xyz"))
-    fleet.step("b", load_results=(loaded("r", 4, "short"),), running=(runs("r", 13),))
+    fleet.step("b", load_results=(loaded("r", 4, failed(1)),), running=(runs("r", 13),))
     fleet.step("b", progress=(wrote("r", 13, 13),), releases=(release("r"),))
     came = TokenCounts(requests=1, requested=13, remote_hit=4, computed=9)
     assert fleet.stats("b").first == came

@@ -8,6 +8,7 @@ from tests.unit.coordinator.fleet import (
     Fleet,
     admit,
     chain,
+    failed,
     load_blocks,
     loaded,
     new_blocks,
@@ -140,7 +141,7 @@ def test_a_whole_load_makes_blocks_findable_and_ends_the_lease(fleet: Fleet) -> 
 def test_a_short_load_counts_what_arrived_and_the_rest_is_computed(fleet: Fleet) -> None:
     fleet.cache("a", "xyz")
     load = fleet.admit_load("b", admit("r", "xyz"))
-    reply = fleet.step("b", load_results=(loaded("r", 4, "source died"),), running=(runs("r", 13),))
+    reply = fleet.step("b", load_results=(loaded("r", 4, failed(1)),), running=(runs("r", 13),))
     (scheduled,) = reply.scheduled
     assert (scheduled.num_computed_tokens, num_granted(scheduled)) == (4, 9)
     assert len(load_blocks(load)) == 3
@@ -151,11 +152,12 @@ def test_a_short_load_counts_what_arrived_and_the_rest_is_computed(fleet: Fleet)
 
 def test_among_equal_peers_the_least_loaded_serves_then_the_smallest_id(fleet: Fleet) -> None:
     fleet.register("c")
+    fleet.register("d")
     fleet.cache("a", "x")
     fleet.cache("b", "x")
     assert fleet.admit_load("c", admit("r", "x")).source.instance_id == "a"
     fleet.compute("a", admit("busy", "q", allow_remote=False))
-    assert fleet.admit_load("c", admit("s", "x")).source.instance_id == "b"
+    assert fleet.admit_load("d", admit("s", "x")).source.instance_id == "b"
 
 
 def test_no_peer_is_asked_when_the_request_forbids_it(fleet: Fleet) -> None:
@@ -238,7 +240,7 @@ def test_a_request_released_while_loading_gives_its_blocks_back_with_the_load_re
     fleet = two_running_and_a_load()
     assert fleet.step("b", releases=(release("l"),)).cancel_loads == ("l",)
     assert fleet.num_free("b") == 0
-    reply = fleet.step("b", load_results=(loaded("l", 0, "stopped"),))
+    reply = fleet.step("b", load_results=(loaded("l", 0, failed(0)),))
     assert (reply.preempted, fleet.num_free("b")) == ((), 3)
 
 
@@ -353,7 +355,8 @@ def test_no_more_is_loaded_than_is_used(fleet: Fleet) -> None:
     fleet.cache("a", "xyz")
     # The last token of an aligned prompt is computed, so its block is not fetched.
     assert len(load_blocks(fleet.admit_load("b", admit("r", "xyz", extra_tokens=0)))) == 2
-    assert len(load_blocks(fleet.admit_load("b", admit("s", "xyz", target_tokens=4)))) == 1
+    fleet.register("c")
+    assert len(load_blocks(fleet.admit_load("c", admit("s", "xyz", target_tokens=4)))) == 1
 
 
 def test_progress_behind_the_load_of_the_same_step_is_refused(fleet: Fleet) -> None:
@@ -376,11 +379,11 @@ def test_a_failed_load_of_several_groups_gives_all_back_and_is_no_preemption() -
     fleet.register("b", num_blocks=40)
     fleet.cache("a", "xyzw")
     fleet.admit_load("b", admit("r", "xyzw"))
-    reply = fleet.step("b", load_results=(loaded("r", 0, "peer died"),))
+    reply = fleet.step("b", load_results=(loaded("r", 0, failed(0)),))
     assert reply.preempted == ("r",)
     assert fleet.num_free("b") == 39
     counters = fleet.describe().counters
     assert (counters["failed_loads"], counters["preemptions"]) == (1, 0)
     fleet.admit_load("b", admit("s", "xyzw"))
     with pytest.raises(BadInputError, match="one or the other"):
-        fleet.step("b", load_results=(loaded("s", 4, "short"),))
+        fleet.step("b", load_results=(loaded("s", 4, failed(1)),))

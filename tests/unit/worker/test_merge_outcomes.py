@@ -1,5 +1,7 @@
 """One outcome of a pull by several ranks."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvferry.worker.pull import CANCELLED, PullOutcome, merge_outcomes
@@ -22,7 +24,7 @@ STOPPED = PullOutcome(
 
 def test_one_rank_s_outcome_is_its_own() -> None:
     for outcome in (WHOLE, REFUSED, STOPPED):
-        assert merge_outcomes([outcome]) == outcome
+        assert replace(merge_outcomes([outcome]), failed_block=0) == outcome
 
 
 def test_without_errors_all_blocks_count_and_all_bytes() -> None:
@@ -50,6 +52,16 @@ def test_the_error_is_that_of_the_first_rank_that_was_not_told_to_stop(
 ) -> None:
     merged = merge_outcomes(outcomes)
     assert (merged.error, merged.error_type) == (error, error_type)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "failed_block"), [([REFUSED], 6), ([GONE, REFUSED], 2), ([STOPPED, REFUSED], 6)]
+)
+def test_the_failed_block_is_the_first_that_the_failed_rank_lacks(
+    outcomes: list[PullOutcome], failed_block: int
+) -> None:
+    # The one that was told to stop has less, and nobody says that its next block is gone.
+    assert merge_outcomes(outcomes).failed_block == failed_block
 
 
 def test_bytes_and_checksum_failures_of_all_ranks_add_up() -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from kvferry.proto.ids import LeaseId
 from kvferry.proto.placement import shape_of
 from kvferry.proto.reshard import Transfer, plan_reshard
 from kvferry.proto.step_messages import Source
+from kvferry.worker.busy_source import PAUSES, Pauses, until_not_busy
 from kvferry.worker.fetch_terms import FetchTerms, Peer
 from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.kv_memory import KvMemory
@@ -36,18 +37,20 @@ def pull_loads(
     lease_id: LeaseId,
     timeout_s: float,
     cancel: threading.Event,
+    pauses: Pauses = PAUSES,
 ) -> PullOutcome:
     """Pull this rank's part of the loads, one after the other.
 
     Where both sides have one layout, whole blocks come from the rank of the same number. Otherwise
-    the transfers of a plan come from whichever ranks hold the bytes.
+    the transfers of a plan come from whichever ranks hold the bytes. A rank that serves no more
+    transfers at once is asked again after `pauses`, within the timeout.
 
     Raises:
         BadInputError: destinations that do not fit the hashes or the memory, or no such group.
     """
     require_destinations(loads, memory.num_blocks)
     terms = FetchTerms(lease_id=lease_id, end_s=time.monotonic() + timeout_s, cancel=cancel)
-    pulling = _Pulling(client, memory, source, terms)
+    pulling = _Pulling(client, memory, source, terms, pauses)
     num_blocks = tuple(pulling.fill(load) for load in loads)
     parts = pulling.outcomes
     failed = pulling.failed
@@ -68,6 +71,7 @@ class _Pulling:
     memory: KvMemory
     source: Source
     terms: FetchTerms
+    pauses: Pauses
     outcomes: list[PartOutcome] = field(init=False, default_factory=list)
 
     @property
@@ -99,8 +103,9 @@ class _Pulling:
     def _pull_blocks(self, load: GroupLoad) -> int:
         run = BlockRun(group_id=load.group_id, hashes=load.hashes, block_ids=load.block_ids)
         peer = self._peer(self.memory.rank)
-        outcome = pull_blocks(self.client, peer, run, memory=self.memory, terms=self.terms)
-        self.outcomes.append(outcome)
+        outcome = self._patiently(
+            lambda: pull_blocks(self.client, peer, run, memory=self.memory, terms=self.terms)
+        )
         return outcome.num_in_place
 
     def _pull_part(self, load: GroupLoad, transfer: Transfer) -> int:
@@ -121,12 +126,18 @@ class _Pulling:
             skipped_tokens=skipped_tokens,
         )
         peer = self._peer(transfer.src_rank)
-        outcome = pull_part(self.client, peer, run, memory=self.memory, terms=self.terms)
-        self.outcomes.append(outcome)
+        outcome = self._patiently(
+            lambda: pull_part(self.client, peer, run, memory=self.memory, terms=self.terms)
+        )
         if outcome.num_in_place == transfer.num_tokens:
             return len(load.block_ids)
         tokens = destination_cells(transfer, skipped_tokens=skipped_tokens).tokens
         return int(tokens[outcome.num_in_place]) // self.memory.layout.block_tokens
+
+    def _patiently(self, pull: Callable[[], PartOutcome]) -> PartOutcome:
+        outcome = until_not_busy(pull, self.terms, self.pauses)
+        self.outcomes.append(outcome)
+        return outcome
 
     def _peer(self, rank: int) -> Peer:
         return Peer(

@@ -30,7 +30,8 @@ class PullOutcome:
     `num_blocks_of_run`: for each run asked for, the length of its prefix that is verified and in
     place. `num_bytes`: bytes put in place, also those after the prefixes. `error` is None when
     everything asked for is there; `error_type` is the class name of the error otherwise
-    (`CANCELLED` when the caller gave up).
+    (`CANCELLED` when the caller gave up). `failed_block`: which block the error is about, counted
+    over all runs.
     """
 
     num_blocks_of_run: tuple[int, ...]
@@ -38,12 +39,14 @@ class PullOutcome:
     num_checksum_failures: int = 0
     error: str | None = None
     error_type: str | None = None
+    failed_block: int = 0
 
 
 def merge_outcomes(outcomes: Sequence[PullOutcome]) -> PullOutcome:
     """Return the outcome of one pull by several ranks: a block counts where all of them have it.
 
-    Of several errors, that of the first rank that was not told to stop.
+    Of several errors, that of the first rank that was not told to stop. It is about the first block
+    that this rank lacks; one that was told to stop may have less.
     """
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     failed.sort(key=lambda outcome: outcome.error_type == CANCELLED)
@@ -55,6 +58,7 @@ def merge_outcomes(outcomes: Sequence[PullOutcome]) -> PullOutcome:
         num_checksum_failures=sum(outcome.num_checksum_failures for outcome in outcomes),
         error=failed[0].error if failed else None,
         error_type=failed[0].error_type if failed else None,
+        failed_block=sum(failed[0].num_blocks_of_run) if failed else 0,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the demo asks: sessions of several turns over one long document, and one extra prompt.
+"""What the demo asks: sessions of several turns over one long document, and extra prompts.
 
 Prompts are built from token ids: a later turn is the earlier prompt, the tokens that were
 generated, and the new question, so that it shares its whole past as a prefix.
@@ -63,9 +63,12 @@ class PromptWriter:
         """Return the prompt that opens a session: the document and a question."""
         return self._opening(f"{self._document}\n\n{question}")
 
-    def extra_prompt(self) -> tuple[int, ...]:
-        """Return a prompt over another long text, sharing only the template with the rest."""
-        return self._opening(f"{self._other_document}\n\nWhat is this text about?")
+    def extra_prompt(self, number: int) -> tuple[int, ...]:
+        """Return a prompt over another long text, sharing only the template with the rest.
+
+        Those of two numbers of one digit are equally long and differ from their first line on.
+        """
+        return self._opening(f"{number}. {self._other_document}\n\nWhat is this text about?")
 
     def next_turn(
         self, prompt: tuple[int, ...], answer: tuple[int, ...], question: str

@@ -34,7 +34,7 @@ def longest_requests(
         lengths[turn.session] = length
         yield _of_length(turn.request_id, length, sampling)
     extra = SamplingParams(max_tokens=EXTRA_MAX_TOKENS)
-    yield _of_length("extra", len(writer.extra_prompt()), extra)
+    yield _of_length("extra", len(writer.extra_prompt(0)), extra)
 
 
 def min_num_blocks(requests: tuple[EngineRequest, ...], limits: Limits) -> int:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import zip_longest
+from statistics import median
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.cluster.demo.conversation import Turn
+from kvferry.cluster.demo.overlap import Handover, OverlapTimings
 from kvferry.cluster.demo.serve import ExtraTimings
 from kvferry.cluster.serving.router import Served
 from kvferry.proto.layout_text import layout_text
@@ -26,6 +28,7 @@ class DemoResult:
     served: tuple[Served, ...]
     comparisons: tuple[Comparison, ...]
     extra: ExtraTimings | None
+    overlap: OverlapTimings | None
     min_num_blocks: int
 
     @property
@@ -78,7 +81,7 @@ def to_json(result: DemoResult) -> dict[str, Any]:
 
 def summary(result: DemoResult) -> dict[str, Any]:
     """Return the run in a few numbers; times in seconds, None where they could not be taken."""
-    extra = result.extra
+    extra, overlap = result.extra, result.overlap
     return {
         "equal": result.num_equal,
         "total": len(result.served),
@@ -90,7 +93,20 @@ def summary(result: DemoResult) -> dict[str, Any]:
         "ttft_pulled_s": round(extra.pulled_s, 4) if extra else None,
         "ttft_recomputed_s": round(extra.recomputed_s, 4) if extra else None,
         "ttft_ratio": round(extra.ratio, 4) if extra else None,
+        **_handovers("in_turn", overlap.in_turn if overlap else ()),
+        **_handovers("overlapped", overlap.overlapped if overlap else ()),
+        "overlap_ahead_tokens": overlap.ahead_tokens if overlap else None,
+        "overlap_saved_s": round(overlap.saved_s, 4) if overlap else None,
     }
+
+
+def _handovers(name: str, handovers: tuple[Handover, ...]) -> dict[str, Any]:
+    """Return the medians of prompts that were handed over one way."""
+    values = {
+        f"ttft_{name}_s": [handover.ttft_s for handover in handovers],
+        f"after_prefill_{name}_s": [handover.after_prefill_s for handover in handovers],
+    }
+    return {key: round(median(of), 4) if of else None for key, of in values.items()}
 
 
 def _request(turn: Turn, served: Served, comparison: Comparison) -> dict[str, Any]:
@@ -146,4 +162,4 @@ def print_table(result: DemoResult, console: Console) -> None:
         )
     console.print(table)
     for name, value in summary(result).items():
-        console.print(f"{name:>18}  {value}")
+        console.print(f"{name:>26}  {value}")

@@ -4,10 +4,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from kvferry.cluster.config import ServiceConfig
 from kvferry.cluster.demo.check import check_outputs
 from kvferry.cluster.demo.conversation import PromptWriter, plan_turns
+from kvferry.cluster.demo.overlap import OverlapTimings, time_overlap
 from kvferry.cluster.demo.plan import (
     limits_of,
     longest_requests,
@@ -36,6 +39,14 @@ class DemoSettings:
 
     num_requests: int
     sampling: SamplingParams
+
+
+class _Shown(NamedTuple):
+    """What the routers have served and timed."""
+
+    served: tuple[Served, ...]
+    extra: ExtraTimings | None
+    overlap: OverlapTimings | None
 
 
 def run_demo(config: ServiceConfig, settings: DemoSettings, progress: Progress) -> DemoResult:
@@ -73,23 +84,25 @@ def run_demo(config: ServiceConfig, settings: DemoSettings, progress: Progress) 
             place = f"http://{service.metrics_address}"
             progress(f"metrics at {place}/metrics, and where all of them are at {place}/targets")
 
-        async def conversation() -> tuple[tuple[Served, ...], ExtraTimings | None]:
+        async def conversation() -> _Shown:
             async with _router(service) as router:
                 served = await converse(router, turns, writer, settings.sampling, progress)
                 roles = {i.info.instance_id: i.info.role for i in service.instances}
                 alive = {i: r for i, r in roles.items() if router.is_alive(i)}
                 extra = await time_extra_prompt(router, writer, alive, progress)
-                return served, extra
+            overlap = await time_overlap(partial(_router, service), writer, alive, progress)
+            return _Shown(served, extra, overlap)
 
-        served, extra = asyncio.run(conversation())
+        shown = asyncio.run(conversation())
         instances = tuple(launched.info for launched in service.instances)
     return DemoResult(
         instances=instances,
         metrics_address=service.metrics_address or None,
         turns=turns,
-        served=served,
-        comparisons=check_outputs(str(facts.folder), config.dtype, served, progress),
-        extra=extra,
+        served=shown.served,
+        comparisons=check_outputs(str(facts.folder), config.dtype, shown.served, progress),
+        extra=shown.extra,
+        overlap=shown.overlap,
         min_num_blocks=max(min_num_blocks(longest, one) for one in limits),
     )
 
@@ -106,13 +119,13 @@ def _tell_instance(info: InstanceInfo, progress: Progress) -> PoolPlan:
 
 
 @contextlib.asynccontextmanager
-async def _router(service: RayService) -> AsyncIterator[Router]:
+async def _router(service: RayService, overlap: bool = True) -> AsyncIterator[Router]:
     router = Router(
         coordinator=service.coordinator,
         engines={i.info.instance_id: i.link for i in service.instances},
         identity_digest=service.identity.digest(),
         scheme=service.scheme,
-        settings=RouterSettings(),
+        settings=RouterSettings(overlap=overlap),
     )
     await router.start()
     try:

@@ -101,7 +101,7 @@ async def time_extra_prompt(
     for name, place in (("recomputed", first), ("pulled", second)):
         request = EngineRequest(
             request_id=RequestId(f"extra-{name}"),
-            prompt_token_ids=writer.extra_prompt(),
+            prompt_token_ids=writer.extra_prompt(0),
             sampling=SamplingParams(max_tokens=EXTRA_MAX_TOKENS),
         )
         one = await router.serve(request, route=Route(decode=place, prefill=None))

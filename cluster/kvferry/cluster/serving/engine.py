@@ -10,6 +10,7 @@ resident, findable").
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,9 +20,10 @@ from typing import Protocol
 
 from kvferry.cluster.ports import CoordinatorPort
 from kvferry.cluster.serving.limits import Limits, require_fits
+from kvferry.cluster.serving.load_orders import LoadOrder, load_result
 from kvferry.cluster.serving.outbox import Outbox
 from kvferry.cluster.serving.requests import EngineRequest, Output, OutputBatch
-from kvferry.cluster.serving.scheduler import LoadOrder, Scheduler
+from kvferry.cluster.serving.scheduler import Scheduler
 from kvferry.cluster.serving.sequence import Run
 from kvferry.proto.errors import ConfigError, DeadlineError, InstanceDiedError, KvferryError
 from kvferry.proto.ids import (
@@ -45,6 +47,9 @@ log = logging.getLogger(__name__)
 STEP_TIMEOUT_S = 10.0
 STEP_ATTEMPTS = 3
 NOTHING_FITS_PAUSE_S = 0.01
+FOLLOW_PAUSE_S = 0.01
+"""So often is asked how far prefills are that requests follow, if nothing else is to be asked."""
+
 IDLE_WAIT_S = 0.5
 ANSWER_GRACE_S = 0.005
 """Those who can go on wait so long for those who cannot: one pass for all is cheaper than two."""
@@ -132,6 +137,7 @@ class Engine:
         self._num_steps = 0
         self._asking: Future[StepReply] | None = None
         self._nothing_came = False
+        self._asked_s = 0.0
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvferry-step")
         self._loaders = ThreadPoolExecutor(MAX_PARALLEL_LOADS, thread_name_prefix="kvferry-load")
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
@@ -212,9 +218,10 @@ class Engine:
             return
         if (
             self._asking is None
-            and self._scheduler.must_ask()
+            and (self._scheduler.must_ask() or self._must_follow())
             and self._scheduler.may_ask_before_computing()
         ):
+            self._asked_s = time.monotonic()
             self._asking = self._asker.submit(self._call_with_retries, self._next_step())
             if self._scheduler.lacks_slots() and self._is_answered(ANSWER_GRACE_S):
                 return
@@ -223,7 +230,12 @@ class Engine:
         elif self._asking is not None:
             self._is_answered(IDLE_WAIT_S)
         else:
-            self._pause(IDLE_WAIT_S)
+            self._pause(FOLLOW_PAUSE_S if self._scheduler.follows_prefills() else IDLE_WAIT_S)
+
+    def _must_follow(self) -> bool:
+        """Tell whether it is time to ask how far the prefills are that requests follow."""
+        since_s = time.monotonic() - self._asked_s
+        return since_s >= FOLLOW_PAUSE_S and self._scheduler.follows_prefills()
 
     def _is_answered(self, timeout_s: float) -> bool:
         """Wait for the answer to the question that is out, and tell whether it came."""
@@ -248,12 +260,12 @@ class Engine:
         self._asking = None
         work = self._scheduler.apply(reply)
         self._mover.reused(work.reused_block_ids)
-        for request_id in work.cancel_loads:
-            self._cancel_load(request_id)
         for order in work.loads:
             self._cancels[order.load.request_id] = threading.Event()
             self._loaders.submit(self._load, order, self._cancels[order.load.request_id])
-        self._nothing_came = not (reply.scheduled or reply.loads)
+        for request_id in work.cancel_loads:
+            self._cancel_load(request_id)
+        self._nothing_came = not (reply.scheduled or reply.loads or reply.prefill_over)
         self._publish(self._scheduler.take_outputs())
 
     def _compute(self, runs: tuple[Run, ...]) -> None:
@@ -306,33 +318,13 @@ class Engine:
             outcome = PullOutcome(
                 num_blocks_of_run=(0,) * len(order.loads),
                 num_bytes=0,
-                error=f"{type(failure).__name__}: {failure}",
+                error=str(failure),
+                error_type=type(failure).__name__,
             )
-        if outcome.error is not None:
-            log.warning(
-                "request %s: %d of %d blocks came from %s: %s",
-                load.request_id,
-                sum(outcome.num_blocks_of_run),
-                sum(len(one.block_ids) for one in order.loads),
-                load.source.instance_id,
-                outcome.error,
-            )
-        result = LoadResult(
-            request_id=load.request_id,
-            num_computed_tokens=self._tokens_in_place(order, outcome),
-            error=outcome.error,
-        )
+        result = load_result(order, outcome, self._limits)
         with self._wake:
             self._loads_ended.append((result, outcome.num_bytes))
             self._wake.notify_all()
-
-    def _tokens_in_place(self, order: LoadOrder, outcome: PullOutcome) -> int:
-        """Return how many tokens of the prompt a load has left in place, local hits included."""
-        if outcome.error is None:
-            return len(order.load.block_ids[0]) * self._limits.block_tokens
-        if not self._limits.takes_partial_loads:
-            return order.hit_tokens
-        return order.hit_tokens + outcome.num_blocks_of_run[0] * self._limits.block_tokens
 
     def _cancel_load(self, request_id: RequestId | None) -> None:
         if request_id is not None and request_id in self._cancels:

@@ -26,7 +26,7 @@ OUTPUTS_WAIT_S = 2.0
 OUTPUTS_TIMEOUT_S = 15.0
 """An engine that does not answer `outputs` for this long is taken for dead."""
 
-News = Output | InstanceDiedError
+News = Output | KvferryError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,7 @@ class Legs:
             BadInputError: the request can never run there, or its id is in flight there.
             InstanceDiedError: the engine died before the request finished.
             DeadlineError: not finished by the deadline.
+            KvferryError: as `fail` was told.
         """
         self._require_alive(instance_id)
         if request.request_id in self._news[instance_id]:
@@ -114,6 +115,12 @@ class Legs:
             del self._news[instance_id][request.request_id]
             if not finished and self.is_alive(instance_id):
                 await self._abort(instance_id, request.request_id)
+
+    def fail(self, instance_id: InstanceId, request_id: RequestId, error: KvferryError) -> None:
+        """End a request's leg with an error of another one; nothing if it is not in flight."""
+        news = self._news[instance_id].get(request_id)
+        if news is not None:
+            news.put_nowait(error)
 
     async def _submit(self, instance_id: InstanceId, request: EngineRequest) -> None:
         try:
@@ -144,7 +151,7 @@ class Legs:
             raise DeadlineError(
                 f"request {request.request_id} did not finish in time", given=instance_id
             ) from None
-        if isinstance(item, InstanceDiedError):
+        if isinstance(item, KvferryError):
             raise item
         return item
 

@@ -16,6 +16,7 @@ class EngineRequest:
 
     `output_token_ids` were already produced elsewhere (the request moved here). With
     `prefill_only` the engine computes the prompt's full blocks short of the last token and stops.
+    One that `follows_prefill` has an open handoff from an instance that does so meanwhile.
     Lower `priority` runs first under the priority policy, equal ones in their order of arrival.
     """
 
@@ -25,6 +26,7 @@ class EngineRequest:
     output_token_ids: tuple[int, ...] = ()
     keys: RequestKeys = field(default_factory=RequestKeys)
     prefill_only: bool = False
+    follows_prefill: bool = False
     priority: int = 0
 
 
@@ -43,12 +45,16 @@ class Accounting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """How a request ended at this instance."""
+    """How a request ended at this instance.
+
+    `ahead_tokens`: so many of its remote hit tokens came before its prefill elsewhere was over.
+    """
 
     reason: FinishReason
     accounting: Accounting
     pulled_bytes: int
     preemptions: int
+    ahead_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,11 @@
 """The router: sends prompts to instances, follows their tokens, and moves on when one dies.
 
 One event loop. What happens on one engine is a *leg* (`legs.py`); a request's journey is a prefill
-leg where that pays, then a decode leg, and another decode leg if the instance dies on the way.
+leg where that pays, a decode leg that follows it, and another decode leg if the instance dies on
+the way.
 """
 
+import asyncio
 import itertools
 import logging
 import secrets
@@ -31,6 +33,8 @@ from kvferry.proto.scheme import HashScheme
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
+PREFILL_NEWS_S = 1.0
+"""The end of a prefill is waited for so long when its decode leg has ended before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +50,29 @@ class RouterSettings:
     min_prefill_hashes: int = 1
     """A prefill instance is used only if nobody holds so many of the prompt's hash blocks."""
 
+    overlap: bool = True
+    """Decode instances pull the finished chunks of a prompt while the next one is computed; without
+    it they are sent the prompt when its prefill is over."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A finished request: its tokens, where it ran and what that took."""
+    """A finished request: its tokens, where it ran and what that took.
+
+    `ahead_tokens`: so many of its remote hit tokens were pulled before its prefill was over.
+    Seconds count from the call on: `prefill_s` to the news that the prefill was over (None: there
+    was none), `ttft_s` to the first token.
+    """
 
     request: EngineRequest
     output_token_ids: tuple[int, ...]
     finish_reason: str
     accounting: Accounting
     prefill_computed_tokens: int
+    ahead_tokens: int
     pulled_bytes: int
     preemptions: int
+    prefill_s: float | None
     ttft_s: float
     prefill_instance: InstanceId | None
     decode_instance: InstanceId
@@ -74,6 +89,11 @@ class _Journey:
     ttft_s: float | None = None
     prefill_instance: InstanceId | None = None
     prefill: Finished | None = None
+    prefill_s: float | None = None
+
+    def prefilled(self, finished: Finished) -> None:
+        self.prefill = finished
+        self.prefill_s = time.monotonic() - self.started
 
     def took(self, token: int) -> None:
         if self.ttft_s is None:
@@ -88,8 +108,10 @@ class _Journey:
             finish_reason=finished.reason,
             accounting=finished.accounting,
             prefill_computed_tokens=prefill.accounting.computed_tokens if prefill else 0,
+            ahead_tokens=finished.ahead_tokens,
             pulled_bytes=finished.pulled_bytes,
             preemptions=finished.preemptions + (prefill.preemptions if prefill else 0),
+            prefill_s=self.prefill_s,
             ttft_s=self.ttft_s if self.ttft_s is not None else time.monotonic() - self.started,
             prefill_instance=self.prefill_instance,
             decode_instance=decode_instance,
@@ -160,23 +182,35 @@ class Router:
         while True:
             chosen = route or await self._route(request)
             route = None
+            prefill: asyncio.Task[None] | None = None
             try:
                 if chosen.prefill is not None and not journey.tokens:
-                    await self._prefill(journey, chosen)
-                async with aclosing(self._decode(journey, chosen.decode)) as events:
+                    prefill = await self._start_prefill(journey, chosen)
+                if prefill is not None and not self._settings.overlap:
+                    await prefill
+                async with aclosing(self._decode(journey, chosen.decode, prefill)) as events:
                     async for event in events:
                         yield event
                 return
             except InstanceDiedError as death:
                 log.warning("request %s moves on: %s", request.request_id, death)
+                if prefill is not None:
+                    await prefill  # whoever decodes it now finds its blocks
             finally:
+                if prefill is not None:
+                    prefill.cancel()
+                    await asyncio.gather(prefill, return_exceptions=True)
                 if journey.prefill_instance is not None:
                     await self._close_handoff(request.request_id)
 
     async def _decode(
-        self, journey: _Journey, instance_id: InstanceId
+        self, journey: _Journey, instance_id: InstanceId, prefill: asyncio.Task[None] | None
     ) -> AsyncGenerator[int | Served]:
-        leg_request = replace(journey.request, output_token_ids=tuple(journey.tokens))
+        leg_request = replace(
+            journey.request,
+            output_token_ids=tuple(journey.tokens),
+            follows_prefill=prefill is not None and not prefill.done(),
+        )
         leg = self._legs.run(instance_id, leg_request, journey.deadline)
         async with aclosing(leg) as outputs:
             async for output in outputs:
@@ -184,6 +218,8 @@ class Router:
                     journey.took(token)
                     yield token
                 if output.finished is not None:
+                    if prefill is not None:
+                        await asyncio.wait({prefill}, timeout=PREFILL_NEWS_S)
                     yield journey.served(output.finished, instance_id)
 
     async def _route(self, request: EngineRequest) -> Route:
@@ -211,22 +247,44 @@ class Router:
         # Short of the last token: at least one token must run to give logits.
         return hash_tokens(self._scheme, request.prompt_token_ids[:-1], request.keys)
 
-    async def _prefill(self, journey: _Journey, route: Route) -> None:
-        """Let a prefill instance compute the prompt; a failure only means D computes it."""
+    async def _start_prefill(self, journey: _Journey, route: Route) -> asyncio.Task[None] | None:
+        """Open a handoff and let a prefill instance begin; None means D computes the prompt."""
         assert route.prefill is not None
-        request = journey.request
+        request_id = journey.request.request_id
         journey.prefill_instance = route.prefill
-        leg_request = replace(request, prefill_only=True)
-        leg = self._legs.run(route.prefill, leg_request, journey.deadline)
         try:
-            await self._open_handoff(request.request_id, route.prefill, route.decode)
-            async with aclosing(leg) as outputs:
-                async for output in outputs:
-                    journey.prefill = output.finished
+            await self._open_handoff(request_id, route.prefill, route.decode)
         except (UnavailableError, BusyError, NotFoundError) as error:
-            log.warning(
-                "request %s: no prefill at %s: %s", request.request_id, route.prefill, error
+            log.warning("request %s: no prefill at %s: %s", request_id, route.prefill, error)
+            return None
+        # It runs when the caller waits for the first time; by then the decode leg is in flight.
+        return asyncio.create_task(self._prefill(journey, route.prefill, route.decode))
+
+    async def _prefill(self, journey: _Journey, instance: InstanceId, decode: InstanceId) -> None:
+        """Follow a prefill to its end; a failure only means D computes the rest.
+
+        Raises:
+            KvferryError: the request was refused, or is late; its decode leg ends with it.
+        """
+        request_id = journey.request.request_id
+        leg_request = replace(journey.request, prefill_only=True)
+        has_handed_over = False
+        try:
+            async with aclosing(self._legs.run(instance, leg_request, journey.deadline)) as outputs:
+                async for output in outputs:
+                    if output.finished is not None:
+                        journey.prefilled(output.finished)
+                        has_handed_over = _hands_over(output.finished)
+        except (UnavailableError, BusyError, NotFoundError) as error:
+            log.warning("request %s: no prefill at %s: %s", request_id, instance, error)
+        except KvferryError as error:
+            refusal = type(error)(
+                f"prefill at {instance}: {error.message}", given=error.given, allowed=error.allowed
             )
+            self._legs.fail(decode, request_id, refusal)
+            raise refusal from error
+        if not has_handed_over:
+            await self._close_handoff(request_id)  # nobody need wait for anything
 
     async def _open_handoff(
         self, request_id: RequestId, prefill: InstanceId, decode: InstanceId
@@ -253,3 +311,10 @@ class Router:
 
     def _call_id(self) -> str:
         return f"{self._caller}/{next(self._call_ids)}"
+
+
+def _hands_over(finished: Finished) -> bool:
+    """Tell whether a prefill has left anything for the decode side, and its handoff open."""
+    parts = finished.accounting
+    in_place = parts.local_hit_tokens + parts.remote_hit_tokens + parts.computed_tokens
+    return finished.reason == "prefilled" and in_place > 0

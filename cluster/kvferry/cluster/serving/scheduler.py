@@ -18,27 +18,21 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from kvferry.cluster.serving.followers import Followers
 from kvferry.cluster.serving.limits import Limits
-from kvferry.cluster.serving.requests import (
-    EngineRequest,
-    Finished,
-    FinishReason,
-    Output,
-)
+from kvferry.cluster.serving.load_orders import LoadOrder, load_order
+from kvferry.cluster.serving.requests import EngineRequest, FinishReason, Output
 from kvferry.cluster.serving.sequence import Run, WrittenBlock
 from kvferry.cluster.serving.sequence import Sequence as RequestSequence
 from kvferry.proto.ids import (
-    NULL_BLOCK,
     BlockId,
     Epoch,
-    GroupId,
     Incarnation,
     InstanceId,
     RequestId,
 )
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import (
-    AdmitAsk,
     Load,
     LoadResult,
     Release,
@@ -47,31 +41,21 @@ from kvferry.proto.step_messages import (
     Step,
     StepReply,
 )
-from kvferry.worker.group_load import GroupLoad, group_load
 
 AHEAD_BLOCKS = 2
 """Blocks that a running request would like ahead; the coordinator is asked when half are left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOrder:
-    """Blocks to fetch from a peer, of each group that needs any, beyond `hit_tokens`."""
-
-    load: Load
-    loads: tuple[GroupLoad, ...]
-    hit_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What an engine does with one reply, in this order.
 
-    Drop residency of `reused_block_ids`, stop `cancel_loads`, start `loads`.
+    Drop residency of `reused_block_ids`, start `loads`, stop `cancel_loads`.
     """
 
     reused_block_ids: tuple[BlockId, ...]
-    cancel_loads: tuple[RequestId, ...]
     loads: tuple[LoadOrder, ...]
+    cancel_loads: tuple[RequestId, ...]
 
 
 class Scheduler:
@@ -94,6 +78,7 @@ class Scheduler:
         self._waiting: deque[RequestSequence] = deque()
         self._running: list[RequestSequence] = []
         self._loading: dict[RequestId, RequestSequence] = {}
+        self._followers = Followers()
         # Written to since the last report, in order.
         self._written: dict[RequestId, RequestSequence] = {}
         self._load_results: list[LoadResult] = []
@@ -112,15 +97,18 @@ class Scheduler:
         )
         if sequence.target_tokens == 0:
             # A prefill of less than one full block.
-            self._outputs.append(_end_of(sequence, "prefilled"))
+            self._outputs.append(sequence.ended("prefilled"))
             return
         reason = self._end_reason(sequence)
         if reason is not None:
             # It came with its last token: its engine died before telling the end.
-            self._outputs.append(_end_of(sequence, reason))
+            self._outputs.append(sequence.ended(reason))
             return
-        self._waiting.append(sequence)
-        self._sort()
+        if request.follows_prefill:
+            self._followers.add(sequence)
+        else:
+            self._waiting.append(sequence)
+            self._sort()
 
     def abort(self, request_id: RequestId) -> RequestId | None:
         """End a request early; unknown ids are ignored.
@@ -131,23 +119,35 @@ class Scheduler:
             self._loading[request_id].aborted = True
             return request_id
         running, waiting = _find(self._running, request_id), _find(self._waiting, request_id)
-        if running is not None:
+        if request_id in self._followers:
+            self._end_follower(request_id)
+        elif running is not None:
             self._end(running, "aborted")
         elif waiting is not None:
             self._waiting.remove(waiting)
-            self._outputs.append(_end_of(waiting, "aborted"))
+            self._outputs.append(waiting.ended("aborted"))
         return None
 
     def load_ended(self, result: LoadResult, pulled_bytes: int) -> None:
-        """Note that a load's writer is closed; unknown ids are ignored."""
+        """Note that a load's writer is closed; unknown ids are ignored.
+
+        After a failure the next reply may make the request load again.
+        """
         sequence = self._loading.pop(result.request_id, None)
         if sequence is None:
             return
         self._load_results.append(result)
         sequence.pulled_bytes += pulled_bytes
-        sequence.load_failed = result.error is not None and not self._limits.takes_partial_loads
-        if (sequence.cancelled or sequence.load_failed) and not sequence.aborted:
-            # The coordinator takes its blocks back and names it in `preempted`.
+        if result.request_id in self._followers:
+            sequence.came_ahead(result.num_computed_tokens)
+            if sequence.aborted:
+                self._end_follower(result.request_id)
+            return
+        failed = result.failure is not None and not sequence.cancelled
+        sequence.load_failed |= failed
+        useless = failed and not self._limits.takes_partial_loads
+        if (sequence.cancelled or useless) and not sequence.aborted:
+            # Unless it loads again, its blocks are taken back and it is named in `preempted`.
             self._loading[result.request_id] = sequence
             return
         sequence.num_computed_tokens = result.num_computed_tokens
@@ -165,9 +165,15 @@ class Scheduler:
 
         What was written is told along with the next question: before slots run out at the latest.
         """
-        if self._load_results or self._releases or (self._waiting and self._room() > 0):
+        if self._load_results or self._releases or self._followers.any_new:
+            return True
+        if self._waiting and self._room() > 0:
             return True
         return any(s.slots_ahead <= self._ahead_tokens // 2 for s in self._running)
+
+    def follows_prefills(self) -> bool:
+        """Return whether news may come that only asking again brings."""
+        return len(self._followers) > 0
 
     def may_ask_before_computing(self) -> bool:
         """Return whether no run of `next_runs` will need, for its next token, an answer to this."""
@@ -193,7 +199,13 @@ class Scheduler:
                 RunningAsk(request_id=s.request_id, target_tokens=s.target_tokens)
                 for s in self._running
             ),
-            waiting=tuple(self._ask(s) for s in list(self._waiting)[: max(self._room(), 0)]),
+            waiting=tuple(
+                s.ask(with_content=self._tells_content)
+                for s in list(self._waiting)[: max(self._room(), 0)]
+            ),
+            follows=tuple(
+                s.ask(with_content=self._tells_content) for s in self._followers.take_new()
+            ),
             token_budget=self._limits.token_budget,
             ahead_tokens=self._ahead_tokens,
         )
@@ -209,6 +221,7 @@ class Scheduler:
         reused: list[BlockId] = []
         for request_id in reply.preempted:
             self._preempt(request_id)
+        loads = tuple(self._begin_load(load) for load in reply.loads)
         for request_id in reply.cancel_loads:
             if request_id in self._loading:
                 self._loading[request_id].cancelled = True
@@ -216,10 +229,14 @@ class Scheduler:
             for table in scheduled.new_block_ids:
                 reused += [block for block in table[scheduled.num_hit_blocks :] if block]
             self._take_grant(scheduled)
+        self._waiting += [
+            self._followers.remove(request_id)[0] for request_id in reply.prefill_over
+        ]
+        self._sort()
         return Work(
             reused_block_ids=tuple(reused),
+            loads=loads,
             cancel_loads=reply.cancel_loads,
-            loads=tuple(self._load_order(load) for load in reply.loads),
         )
 
     def next_runs(self) -> tuple[Run, ...]:
@@ -264,19 +281,8 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------
 
     def _room(self) -> int:
-        return self._limits.max_running - len(self._running) - len(self._loading)
-
-    def _ask(self, sequence: RequestSequence) -> AdmitAsk:
-        sequence.num_reported_hashes = len(sequence.chain.hashes)
-        return AdmitAsk(
-            request_id=sequence.request_id,
-            num_tokens=sequence.num_tokens,
-            target_tokens=sequence.target_tokens,
-            hashes=tuple(sequence.chain.hashes),
-            resumed=sequence.was_admitted,
-            allow_remote=not sequence.load_failed,
-            content=sequence.content() if self._tells_content else None,
-        )
+        admitted = [*self._running, *(i for i in self._loading if i not in self._followers)]
+        return self._limits.max_running - len(admitted)
 
     def _take_grant(self, scheduled: Scheduled) -> None:
         request_id = scheduled.request_id
@@ -298,45 +304,42 @@ class Scheduler:
     def _admit(self, sequence: RequestSequence) -> None:
         self._waiting.remove(sequence)
         sequence.was_admitted = True
-        sequence.cancelled = sequence.load_failed = False
+        sequence.cancelled = False
 
-    def _load_order(self, load: Load) -> LoadOrder:
-        sequence = next(s for s in self._waiting if s.request_id == load.request_id)
-        self._admit(sequence)
-        sequence.grant(load.block_ids, 0)
-        sequence.num_hit_tokens = load.num_hit_blocks * self._limits.block_tokens
+    def _begin_load(self, load: Load) -> LoadOrder:
+        """Let a request load that was waiting, follows, or whose earlier load has ended."""
+        sequence = self._loading.get(load.request_id) or _find(self._running, load.request_id)
+        if load.ahead:
+            sequence = self._followers.get(load.request_id)
+        elif sequence is None:
+            sequence = next(s for s in self._waiting if s.request_id == load.request_id)
+            self._admit(sequence)
+        elif sequence in self._running:
+            self._running.remove(sequence)
         self._loading[load.request_id] = sequence
-        loads = []
-        for group_id, table in enumerate(load.block_ids):
-            # The null blocks, which need nothing, are the first ones.
-            first = max(load.num_hit_blocks, table.count(NULL_BLOCK))
-            if first < len(table):
-                loads.append(
-                    group_load(
-                        sequence.chain.hashes,
-                        GroupId(group_id),
-                        table[first:],
-                        first_block=first,
-                        block_tokens=self._limits.block_tokens,
-                        source_block_tokens=load.source.layout.virtual_block_tokens,
-                        hash_block_tokens=self._scheme.hash_block_tokens,
-                    )
-                )
-        return LoadOrder(load=load, loads=tuple(loads), hit_tokens=sequence.num_hit_tokens)
+        sequence.take_tables(load.block_ids)
+        sequence.num_hit_tokens = load.num_hit_blocks * self._limits.block_tokens
+        return load_order(
+            load,
+            sequence.chain.hashes,
+            block_tokens=self._limits.block_tokens,
+            hash_block_tokens=self._scheme.hash_block_tokens,
+        )
 
     def _preempt(self, request_id: RequestId) -> None:
         sequence = self._loading.pop(request_id, None)
+        gave_way = sequence is None or sequence.cancelled
         if sequence is None:
             sequence = _find(self._running, request_id)
             if sequence is None:
                 return
             self._running.remove(sequence)
         if sequence.aborted:  # while its cancelled load came to an end
-            self._outputs.append(_end_of(sequence, "aborted"))
+            self._outputs.append(sequence.ended("aborted"))
             return
         self._written.pop(request_id, None)
         sequence.reset()
-        if not sequence.load_failed:
+        if gave_way:
             sequence.preemptions += 1
         self._waiting.appendleft(sequence)
         self._sort()
@@ -361,12 +364,22 @@ class Scheduler:
             return "stop"
         return "length" if sequence.num_output_tokens >= request.sampling.max_tokens else None
 
+    def _end_follower(self, request_id: RequestId) -> None:
+        sequence, is_known = self._followers.remove(request_id)
+        if is_known:
+            self._release(sequence, "aborted")
+        else:
+            self._outputs.append(sequence.ended("aborted"))
+
     def _end(self, sequence: RequestSequence, reason: FinishReason) -> None:
         self._running.remove(sequence)
+        self._release(sequence, reason)
+
+    def _release(self, sequence: RequestSequence, reason: FinishReason) -> None:
         self._releases.append(
             Release(request_id=sequence.request_id, handoff=reason == "prefilled")
         )
-        self._ending.append(_end_of(sequence, reason))
+        self._ending.append(sequence.ended(reason))
 
     def _sort(self) -> None:
         if self._limits.policy == "priority":
@@ -376,13 +389,3 @@ class Scheduler:
 
 def _find(sequences: Iterable[RequestSequence], request_id: RequestId) -> RequestSequence | None:
     return next((found for found in sequences if found.request_id == request_id), None)
-
-
-def _end_of(sequence: RequestSequence, reason: FinishReason) -> Output:
-    finished = Finished(
-        reason=reason,
-        accounting=sequence.accounting(),
-        pulled_bytes=sequence.pulled_bytes,
-        preemptions=sequence.preemptions,
-    )
-    return Output(request_id=sequence.request_id, finished=finished)

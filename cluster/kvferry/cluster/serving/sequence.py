@@ -4,12 +4,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from kvferry.cluster.serving.requests import Accounting, EngineRequest
+from kvferry.cluster.serving.requests import (
+    Accounting,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    Output,
+)
 from kvferry.proto.hashing import HashChain
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, RequestId
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.shared_chain import hashes_per_block
-from kvferry.proto.step_messages import Progress, RequestContent
+from kvferry.proto.step_messages import AdmitAsk, Progress, RequestContent
 
 Origin = Literal["local", "remote", "computed"]
 
@@ -69,6 +75,7 @@ class Sequence:
         self.num_hit_tokens = 0
         self._attributed_tokens = 0
         self._origins: dict[Origin, int] = {"local": 0, "remote": 0, "computed": 0}
+        self.ahead_tokens = 0
         self.pulled_bytes = 0
         self.preemptions = 0
         self.was_admitted = False
@@ -123,6 +130,11 @@ class Sequence:
         for table, new in zip(self.block_tables, new_block_ids, strict=True):
             table.extend(new)
         self.granted_tokens = max(self.granted_tokens, granted_tokens)
+
+    def take_tables(self, tables: Iterable[tuple[BlockId, ...]]) -> None:
+        """Append what these tables, which begin as the own ones do, have beyond them."""
+        for own, table in zip(self.block_tables, tables, strict=True):
+            own.extend(table[len(own) :])
 
     def rank(self) -> int:
         """Return the sort key of the priority policy; lower runs first."""
@@ -185,6 +197,31 @@ class Sequence:
             self._origins[origin] += end - self._attributed_tokens
             self._attributed_tokens = end
 
+    def ask(self, *, with_content: bool) -> AdmitAsk:
+        """Return what it asks for admission with; its hashes (and tokens) are reported with it."""
+        self.num_reported_hashes = len(self.chain.hashes)
+        return AdmitAsk(
+            request_id=self.request_id,
+            num_tokens=self.num_tokens,
+            target_tokens=self.target_tokens,
+            hashes=tuple(self.chain.hashes),
+            resumed=self.was_admitted,
+            # Who failed must not be asked again, and what came before is likely to be here.
+            allow_remote=not self.load_failed,
+            ahead_tokens=0 if self.was_admitted else self.ahead_tokens,
+            content=self.content() if with_content else None,
+        )
+
+    def came_ahead(self, num_computed_tokens: int) -> None:
+        """Take in the end of a load ahead of the admission; its blocks are given back.
+
+        What came can be found when the request is admitted, but it is remote all the same.
+        """
+        self.in_place("local", self.num_hit_tokens)
+        self.in_place("remote", num_computed_tokens)
+        self.ahead_tokens = self._origins["remote"]
+        self.reset()
+
     def accounting(self) -> Accounting:
         """Return where the prompt's KV has come from so far."""
         return Accounting(
@@ -193,6 +230,17 @@ class Sequence:
             remote_hit_tokens=self._origins["remote"],
             computed_tokens=self._origins["computed"],
         )
+
+    def ended(self, reason: FinishReason) -> Output:
+        """Return the news that it has ended here."""
+        finished = Finished(
+            reason=reason,
+            accounting=self.accounting(),
+            pulled_bytes=self.pulled_bytes,
+            preemptions=self.preemptions,
+            ahead_tokens=self.ahead_tokens,
+        )
+        return Output(request_id=self.request_id, finished=finished)
 
     def reset(self) -> None:
         """Forget all blocks (preemption): everything is computed or found again."""
