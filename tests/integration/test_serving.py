@@ -293,7 +293,7 @@ def test_decoding_goes_on_while_the_coordinator_is_silent(service: Any) -> None:
         events: list[int | Served] = []
 
         async def listen() -> None:
-            async for event in router.stream(ask("a", prompt(9, 30), 100)):
+            async for event in router.stream(ask("a", prompt(9, 30), 400)):
                 events.append(event)
 
         listening = asyncio.create_task(listen())
