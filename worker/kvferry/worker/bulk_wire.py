@@ -140,21 +140,28 @@ def _read_pieces(
     connection: socket.socket, pieces: list[memoryview], *, may_end: bool = False
 ) -> bool:
     """Fill the pieces; False if the connection ended before the first byte, where it may."""
-    while pieces:
-        try:
-            if isinstance(connection, SSLSocket):
-                received = connection.recv_into(pieces[0])
-            else:
-                received = connection.recvmsg_into(pieces[:MAX_PIECES], 0, socket.MSG_WAITALL)[0]
-        except OSError as error:
-            raise UnavailableError("the bulk connection broke", given=str(error)) from error
-        if not received:
-            if may_end:
-                return False
-            raise UnavailableError("the bulk connection ended in the middle of a frame")
-        pieces = _after(pieces, received)
-        may_end = False
+    # TLS gives at most a record of 16 KiB at a time, into one piece.
+    is_secured = isinstance(connection, SSLSocket)
+    for group in [[piece] for piece in pieces] if is_secured else [pieces]:
+        left = group
+        while left:
+            received = _receive(connection, left)
+            if not received:
+                if may_end:
+                    return False
+                raise UnavailableError("the bulk connection ended in the middle of a frame")
+            left = _after(left, received)
+            may_end = False
     return True
+
+
+def _receive(connection: socket.socket, pieces: list[memoryview]) -> int:
+    try:
+        if isinstance(connection, SSLSocket):
+            return connection.recv_into(pieces[0])
+        return connection.recvmsg_into(pieces[:MAX_PIECES], 0, socket.MSG_WAITALL)[0]
+    except OSError as error:
+        raise UnavailableError("the bulk connection broke", given=str(error)) from error
 
 
 def _after(pieces: Sequence[memoryview], num_bytes: int) -> list[memoryview]:

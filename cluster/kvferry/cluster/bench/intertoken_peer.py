@@ -21,9 +21,9 @@ from kvferry.worker.paths import Path
 from kvferry.worker.service import WorkerService
 
 MIN_BYTES_PER_S = 0.3e9
-PACE_BYTES_PER_S = 0.33e9
+PACE_BYTES_PER_S = 0.36e9
 BLOCK_TOKENS = 64
-NUM_BLOCKS = 8
+NUM_BLOCKS = 24
 """Blocks of a pull."""
 
 START_TIMEOUT_S = 60.0

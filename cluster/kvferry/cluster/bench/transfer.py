@@ -1,5 +1,6 @@
 """How fast blocks travel from one process to another by each path, beside what the machine can."""
 
+import importlib.util
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +15,13 @@ from kvferry.cluster.bench.transfer_peer import (
     TOTAL_BYTES,
     PeerAddresses,
     hashes_of,
+    made_credentials,
     new_worker,
     running_peer,
     scattered_blocks,
 )
 from kvferry.cluster.progress import Progress
+from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import TransferError
 from kvferry.proto.ids import FIRST_GROUP, Incarnation, InstanceId, LeaseId
 from kvferry.proto.step_messages import Source
@@ -27,6 +30,7 @@ from kvferry.worker.paths import Path
 
 BLOCK_BYTES = {"64KiB": 64 << 10, "256KiB": 256 << 10, "1MiB": 1 << 20}
 PATHS: dict[str, tuple[Path, ...]] = {"grpc": (), "bulk": ("bulk",), "shm": ("shm",)}
+TLS_PATHS = ("grpc", "bulk")
 TIMEOUT_S = 60.0
 
 Work = Callable[[], object]
@@ -49,7 +53,18 @@ def bench_transfer(*, seconds: float, progress: Progress) -> tuple[dict[str, obj
             for row in _rows(name, ours, baselines, seconds):
                 progress(f"{row.name}: {row.value:.3f} GB/s, {row.ratio:.3f} of {row.baseline}")
                 rows.append(row)
+    for row in _intertoken_rows(seconds):
+        progress(f"{row.name}: {row.value:.1f} ms, {row.ratio:.3f} of {row.baseline}")
+        rows.append(row)
     return describe_machine(None), rows
+
+
+def _intertoken_rows(seconds: float) -> Iterator[Row]:
+    if importlib.util.find_spec("transformers") is None:  # of the extra `demo`
+        return
+    from kvferry.cluster.bench.intertoken import measure_intertoken
+
+    yield from measure_intertoken(seconds)
 
 
 @contextmanager
@@ -61,6 +76,13 @@ def _works(block_bytes: int) -> Iterator[tuple[dict[str, Work], dict[str, Work]]
             pull = _Pull(block_bytes, peer, paths)
             running.callback(pull.close)
             ours[name] = pull.once
+        credentials = running.enter_context(made_credentials())
+        if credentials is not None:
+            secured = running.enter_context(running_peer(block_bytes, credentials))
+            for name in TLS_PATHS:
+                pull = _Pull(block_bytes, secured, PATHS[name], credentials)
+                running.callback(pull.close)
+                ours[f"{name}_tls"] = pull.once
         baselines: dict[str, Work] = {"tcp": _Socket(peer.socket_port).receive, "memcpy": _copy()}
         redis = running.enter_context(redis_get(block_bytes, TOTAL_BYTES // block_bytes))
         if redis is not None:
@@ -86,9 +108,15 @@ def _rows(
 class _Pull:
     """A fetch of all blocks by hash: gather, checksums and scatter included."""
 
-    def __init__(self, block_bytes: int, peer: PeerAddresses, paths: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        block_bytes: int,
+        peer: PeerAddresses,
+        paths: Sequence[Path],
+        credentials: Credentials | None = None,
+    ) -> None:
         num_blocks = TOTAL_BYTES // block_bytes
-        self._worker = new_worker(block_bytes, incarnation=2, paths=paths)
+        self._worker = new_worker(block_bytes, incarnation=2, paths=paths, credentials=credentials)
         self._source = Source(
             instance_id=InstanceId("peer"),
             incarnation=Incarnation(1),

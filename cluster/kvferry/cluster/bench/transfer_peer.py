@@ -1,17 +1,23 @@
 """The other process of the transfer benchmark: a worker that serves blocks, and a raw socket."""
 
 import hashlib
+import importlib
+import importlib.util
 import multiprocessing
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path as FilePath
+from typing import Any
 
 import numpy as np
 import torch
 
+from kvferry.proto.credentials import DEFAULT_SERVER_NAME, Credentials
 from kvferry.proto.errors import DeadlineError
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, Incarnation
@@ -56,7 +62,11 @@ def hashes_of(num_blocks: int) -> list[BlockHash]:
 
 
 def new_worker(
-    block_bytes: int, *, incarnation: int, paths: Sequence[Path] = ALL_PATHS
+    block_bytes: int,
+    *,
+    incarnation: int,
+    paths: Sequence[Path] = ALL_PATHS,
+    credentials: Credentials | None = None,
 ) -> WorkerService:
     """Return a worker with room for twice the blocks that are moved, all bytes touched."""
     num_blocks = 2 * TOTAL_BYTES // block_bytes
@@ -68,7 +78,9 @@ def new_worker(
     )
     for layer in memory.layers:
         layer.view(torch.uint8).random_()
-    return WorkerService(incarnation=Incarnation(incarnation), memory=memory, paths=paths)
+    return WorkerService(
+        incarnation=Incarnation(incarnation), memory=memory, paths=paths, credentials=credentials
+    )
 
 
 def scattered_blocks(worker: WorkerService, num_blocks: int, *, seed: int) -> list[BlockId]:
@@ -78,7 +90,25 @@ def scattered_blocks(worker: WorkerService, num_blocks: int, *, seed: int) -> li
 
 
 @contextmanager
-def running_peer(block_bytes: int) -> Iterator[PeerAddresses]:
+def made_credentials() -> Iterator[Credentials | None]:
+    """Yield credentials for mTLS, of certificates made for a while; None without trustme."""
+    if importlib.util.find_spec("trustme") is None:
+        yield None
+        return
+    authority: Any = importlib.import_module("trustme").CA()
+    issued = authority.issue_cert(DEFAULT_SERVER_NAME)
+    with tempfile.TemporaryDirectory() as name:
+        folder = FilePath(name)
+        authority.cert_pem.write_to_path(folder / "ca.crt")
+        issued.private_key_and_cert_chain_pem.write_to_path(folder / "both.pem")
+        both = folder / "both.pem"
+        yield Credentials(certificate=both, key=both, ca=folder / "ca.crt")
+
+
+@contextmanager
+def running_peer(
+    block_bytes: int, credentials: Credentials | None = None
+) -> Iterator[PeerAddresses]:
     """Start the other process and yield where it listens; end it afterwards.
 
     Raises:
@@ -87,7 +117,7 @@ def running_peer(block_bytes: int) -> Iterator[PeerAddresses]:
     # A fork would take gRPC along, which does not survive one.
     spawning = multiprocessing.get_context("spawn")
     ours, theirs = spawning.Pipe()
-    process = spawning.Process(target=_serve, args=(theirs, block_bytes), daemon=True)
+    process = spawning.Process(target=_serve, args=(theirs, block_bytes, credentials), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -100,9 +130,9 @@ def running_peer(block_bytes: int) -> Iterator[PeerAddresses]:
         process.join()
 
 
-def _serve(pipe: Connection, block_bytes: int) -> None:
+def _serve(pipe: Connection, block_bytes: int, credentials: Credentials | None) -> None:
     num_blocks = TOTAL_BYTES // block_bytes
-    worker = new_worker(block_bytes, incarnation=1)
+    worker = new_worker(block_bytes, incarnation=1, credentials=credentials)
     blocks = scattered_blocks(worker, num_blocks, seed=1)
     worker.written(FIRST_GROUP, zip(hashes_of(num_blocks), blocks, strict=True))
     listener = socket.create_server(("127.0.0.1", 0))
