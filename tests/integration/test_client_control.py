@@ -15,7 +15,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvferry.cluster.client import connect
 from kvferry.cluster.control_client import ControlClient
 from kvferry.coordinator.control_server import SERVICE_NAME, ControlServer
-from kvferry.proto.control_codec import MAX_HASHES
 from kvferry.proto.errors import (
     BadInputError,
     ConfigError,
@@ -29,7 +28,7 @@ from kvferry.proto.errors import (
     UnavailableError,
 )
 from kvferry.proto.hashing import make_scheme
-from kvferry.proto.ids import BlockHash, Epoch, LeaseId
+from kvferry.proto.ids import MAX_HASHES, BlockHash, Epoch, LeaseId
 from kvferry.proto.messages import (
     AcquireLease,
     Command,

@@ -42,9 +42,6 @@ from kvferry.proto.v1 import control_pb2 as pb
 
 DIGEST_BYTES = 32
 
-# Four million tokens in blocks of 16: more than any prompt, and little enough for one message.
-MAX_HASHES = 262_144
-
 
 # --- parts ---------------------------------------------------------------------------------------
 
@@ -53,9 +50,8 @@ def hashes_to_pb(hashes: Sequence[BlockHash]) -> pb.Hashes:
     """Join hashes, all of one size, into one field.
 
     Raises:
-        BadInputError: more than `MAX_HASHES`, or as `join_hashes`.
+        BadInputError: as `join_hashes`.
     """
-    _require_number_of_hashes(len(hashes))
     data, hash_bytes = join_hashes(hashes)
     return pb.Hashes(data=data, hash_bytes=hash_bytes)
 
@@ -64,18 +60,9 @@ def hashes_from_pb(message: pb.Hashes) -> tuple[BlockHash, ...]:
     """Cut the joined field back into hashes; a field without any need not say their size.
 
     Raises:
-        BadInputError: more than `MAX_HASHES`, or as `split_hashes`.
+        BadInputError: as `split_hashes`.
     """
-    # Before any is cut out: a message has room for millions.
-    _require_number_of_hashes(len(message.data) // max(1, message.hash_bytes))
     return split_hashes(message.data, message.hash_bytes) if message.data else ()
-
-
-def _require_number_of_hashes(number: int) -> None:
-    if number > MAX_HASHES:
-        raise BadInputError(
-            "too many hashes in one call", given=number, allowed=f"at most {MAX_HASHES}"
-        )
 
 
 def scheme_to_pb(scheme: HashScheme) -> pb.Scheme:

@@ -58,7 +58,7 @@ _CLASS_OF_STATUS: dict[str, type[KvferryError]] = {
 
 
 # How gRPC words its own refusal of a message, on either side.
-_TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
+_TOO_LARGE = re.compile(r"message larger than max \((\d{1,20}) vs\. (\d{1,20})\)")
 
 _M = TypeVar("_M", bound=Message)
 
@@ -87,21 +87,21 @@ def require_call_seconds(remaining_s: float | None) -> None:
         )
 
 
-def decode_message(kind: type[_M], data: bytes) -> _M:
+def decode_message(kind: type[_M], data: bytes, *, at_most: int = MAX_MESSAGE_BYTES) -> _M:
     """Return the protobuf message in `data`.
 
     The fronts decode here rather than in gRPC, which would call a malformed message its own
     internal error.
 
     Raises:
-        MessageTooLargeError: more bytes than `MAX_MESSAGE_BYTES`.
+        MessageTooLargeError: more bytes than `at_most`.
         BadInputError: the bytes are no message of that kind.
     """
-    if len(data) > MAX_MESSAGE_BYTES:
+    if len(data) > at_most:
         raise MessageTooLargeError(
             f"a {kind.DESCRIPTOR.name} of more bytes than this server takes",
             given=len(data),
-            allowed=MAX_MESSAGE_BYTES,
+            allowed=at_most,
         )
     try:
         return kind.FromString(data)
@@ -134,7 +134,7 @@ def error_from_status(status: str, details: str, encoded: bytes | None) -> Kvfer
     fallback = _CLASS_OF_STATUS.get(status, KvferryError)
     try:
         plain = json.loads(encoded) if encoded is not None else None
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter for brackets within brackets
         plain = None
     if not isinstance(plain, dict):
         too_large = _TOO_LARGE.search(details)

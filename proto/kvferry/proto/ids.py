@@ -34,6 +34,9 @@ FIRST_GROUP = GroupId(0)
 GROUP_ID_BYTES = 4
 HASH_SIZES_BYTES = (16, 32)
 
+# Four million tokens in blocks of 16: more than any prompt, and little enough for one message.
+MAX_HASHES = 262_144
+
 
 def pack_group(block_hash: BlockHash, group_id: GroupId) -> GroupedHash:
     """Return the index key of one hash in one group.
@@ -56,8 +59,10 @@ def join_hashes(hashes: Sequence[BlockHash]) -> tuple[bytes, int]:
     """Return the hashes without separators, and the size of each in bytes (of none: 32).
 
     Raises:
-        BadInputError: they are not all of one size, or that is no hash's.
+        BadInputError: they are not all of one size, or that is no hash's, or more than
+            `MAX_HASHES`.
     """
+    _require_number_of_hashes(len(hashes))
     sizes = sorted({len(block_hash) for block_hash in hashes} or {HASH_SIZES_BYTES[-1]})
     if len(sizes) > 1 or sizes[0] not in HASH_SIZES_BYTES:
         raise BadInputError(
@@ -70,7 +75,8 @@ def split_hashes(joined: bytes, hash_bytes: int) -> tuple[BlockHash, ...]:
     """Return the hashes that `join_hashes` joined.
 
     Raises:
-        BadInputError: `hash_bytes` is no hash's size, or `joined` is no whole number of hashes.
+        BadInputError: `hash_bytes` is no hash's size, or `joined` is no whole number of hashes, or
+            more than `MAX_HASHES`.
     """
     if hash_bytes not in HASH_SIZES_BYTES or len(joined) % hash_bytes:
         raise BadInputError(
@@ -78,6 +84,15 @@ def split_hashes(joined: bytes, hash_bytes: int) -> tuple[BlockHash, ...]:
             given={"hash_bytes": hash_bytes, "hashes_bytes": len(joined)},
             allowed=f"whole hashes of one of {list(HASH_SIZES_BYTES)} bytes",
         )
+    # Before any is cut out: a message has room for millions.
+    _require_number_of_hashes(len(joined) // hash_bytes)
     return tuple(
         BlockHash(joined[start : start + hash_bytes]) for start in range(0, len(joined), hash_bytes)
     )
+
+
+def _require_number_of_hashes(number: int) -> None:
+    if number > MAX_HASHES:
+        raise BadInputError(
+            "too many hashes in one call", given=number, allowed=f"at most {MAX_HASHES}"
+        )

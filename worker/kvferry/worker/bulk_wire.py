@@ -19,13 +19,12 @@ from google.protobuf.message import DecodeError
 from kvferry.proto.errors import TransferError, UnavailableError
 from kvferry.worker.checksum import in_windows
 from kvferry.worker.destination import Destination
-from kvferry.worker.frame_wire import decode_envelope, encode_envelope
+from kvferry.worker.frame_wire import MAX_ENVELOPE_BYTES, decode_envelope, encode_envelope
 from kvferry.worker.frames import MAX_PAGE_BYTES, Segment
 from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.transfer_session import PullSession
 
 TICKET_BYTES = 16
-MAX_ENVELOPE_BYTES = 4 << 20
 # Linux takes so many pieces in one call.
 MAX_PIECES = 1024
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from google.protobuf.message import DecodeError
 
+from kvferry.proto.errors import TransferError
 from kvferry.proto.v1 import transfer_pb2
-from kvferry.worker.frames import Frame, Segment
+from kvferry.worker.frames import MAX_SEGMENTS, Frame, Segment
 from kvferry.worker.outgoing import OutgoingFrame
 
 # Field number << 3 | wire type: 2 is a length and so many bytes, 1 is eight bytes.
@@ -18,6 +19,9 @@ _TAG_SEGMENT = 1 << 3 | 2
 _TAG_CHECKSUM = 2 << 3 | 1
 _TAG_PAYLOAD = 3 << 3 | 2
 _MAX_VARINT_BYTES = 10
+
+# Room for MAX_SEGMENTS segments. Protobuf takes two dozen bytes of memory for one of an envelope.
+MAX_ENVELOPE_BYTES = 2 << 20
 
 
 def encode_frame(
@@ -44,6 +48,9 @@ def decode_frame(message: bytes) -> Frame | None:
     """Return the frame in a message as `encode_frame` writes it, its payload not copied.
 
     None for every other message, whether it holds a frame written in another order or no frame.
+
+    Raises:
+        TransferError: as `decode_envelope`.
     """
     try:
         if message[0] != _TAG_FRAME:
@@ -80,13 +87,30 @@ def decode_envelope(data: bytes) -> tuple[tuple[Segment, ...], int]:
 
     Raises:
         google.protobuf.message.DecodeError: no protobuf Frame.
+        TransferError: more than `MAX_ENVELOPE_BYTES`, or than `MAX_SEGMENTS`.
     """
+    if len(data) > MAX_ENVELOPE_BYTES:
+        raise TransferError(
+            "the envelope of a frame is too large",
+            given=len(data),
+            allowed=f"at most {MAX_ENVELOPE_BYTES} bytes",
+        )
     message = transfer_pb2.Frame.FromString(data)
     return segments_from_proto(message), message.xxh3_64
 
 
 def segments_from_proto(message: transfer_pb2.Frame) -> tuple[Segment, ...]:
-    """Return the segments of a frame."""
+    """Return the segments of a frame.
+
+    Raises:
+        TransferError: more than `MAX_SEGMENTS`.
+    """
+    if len(message.segments) > MAX_SEGMENTS:
+        raise TransferError(
+            "a frame of too many segments",
+            given=len(message.segments),
+            allowed=f"at most {MAX_SEGMENTS}",
+        )
     return tuple(
         Segment(
             hash_index=segment.hash_index,
@@ -100,8 +124,8 @@ def segments_from_proto(message: transfer_pb2.Frame) -> tuple[Segment, ...]:
 
 
 def _find_payload(message: bytes, position: int) -> int:
-    """Return where the payload's tag stands; IndexError if other fields come before it."""
-    while True:
+    """Return where the payload's tag stands; IndexError if other fields come before it, or many."""
+    for _ in range(MAX_SEGMENTS + 2):
         tag = message[position]
         if tag == _TAG_PAYLOAD:
             return position
@@ -111,7 +135,8 @@ def _find_payload(message: bytes, position: int) -> int:
             length, begin = _read_varint(message, position + 1)
             position = begin + length
         else:
-            raise IndexError("another field")
+            break
+    raise IndexError("another field, or too many")
 
 
 def _varint(value: int) -> bytes:

@@ -13,6 +13,9 @@ from kvferry.proto.ids import BlockId
 
 DEFAULT_FRAME_BYTES = 2 << 20
 
+# So many blocks of 512 bytes fill a frame. A receiver makes nothing of more.
+MAX_SEGMENTS = 1 << 16
+
 # Half of the message limit set on both ends of a channel, so that envelope and payload always fit.
 MAX_PAGE_BYTES = 32 << 20
 
@@ -124,7 +127,8 @@ def plan_frames(
 ) -> Iterator[tuple[Segment, ...]]:
     """Yield the segments of each frame that together carry blocks [0, num_blocks) once, in order.
 
-    A frame holds at most `max_frame_bytes`, unless one page is larger. `last_page_bytes` is the
+    A frame holds at most `max_frame_bytes`, unless one page is larger, and at most `MAX_SEGMENTS`
+    segments. `last_page_bytes` is the
     page of the last block where it is smaller than that of the others.
 
     Raises:
@@ -140,7 +144,7 @@ def plan_frames(
     if num_blocks and last_page_bytes is not None:
         page_bytes[-1] = last_page_bytes
     if geometry.block_bytes <= max_frame_bytes:
-        blocks_per_frame = max_frame_bytes // geometry.block_bytes
+        blocks_per_frame = min(MAX_SEGMENTS, max_frame_bytes // geometry.block_bytes)
         return _several_blocks_each(page_bytes, geometry, blocks_per_frame)
     layers_per_frame = max(1, max_frame_bytes // geometry.page_bytes)
     return _some_layers_each(page_bytes, geometry.num_layers, layers_per_frame)

@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Protocol
@@ -212,8 +212,15 @@ class TransferClient:
             counted.over("shm")
             memory = self._memories.of(stream.peer, first.offer.socket)
             served = memory.served(first.offer, stream.ask)
+            if served.num_found != first.num_found:
+                raise TransferError(
+                    "an offer of other blocks than are announced",
+                    given=served.num_found,
+                    allowed=first.num_found,
+                )
             session.open(first)
             copy_frames(read_shared(served, stream.ask), session, destination, stream.terms)
+            session.close()
         elif isinstance(first, Header) and isinstance(first.offer, BulkOffer):
             counted.over("bulk")
             bulk = _connected(stream, first.offer, self._credentials)
@@ -238,6 +245,8 @@ class TransferClient:
             except (grpc.RpcError, KvferryError) as error:
                 # What was closed from outside fails in one way or another.
                 terms.require_wanted()
+                if stream.watch.is_late:
+                    raise DeadlineError(f"{peer.address} was not done by the deadline") from error
                 if stream.watch.stalled:
                     raise DeadlineError(
                         f"{peer.address} sent nothing for too long", allowed=f"{self._stall_s} s"
@@ -272,7 +281,11 @@ class _Stream:
         self._call = call
         self._also_stop: list[Callable[[], object]] = []
         self.watch = StallWatch(
-            self._stop, stall_s=stall_s, poll_s=CANCEL_POLL_S, cancel=terms.cancel
+            self._stop,
+            stall_s=stall_s,
+            poll_s=CANCEL_POLL_S,
+            end_s=terms.end_s,
+            cancel=terms.cancel,
         )
 
     def __iter__(self) -> Iterator[Header | Frame]:
@@ -325,14 +338,14 @@ def _connected(
     stream: _Stream, offer: BulkOffer, credentials: Credentials | None
 ) -> Iterator[socket.socket]:
     host = stream.peer.address.rpartition(":")[0].strip("[]")
-    try:
-        connection = _connect(host, offer.port, credentials)
-    except OSError as error:
-        raise PathUnusableError("bulk", f"port {offer.port}: {error}") from error
-    with connection:
-        stream.also_stop(lambda: shut(connection))
-        connection.settimeout(None)
-        connection.sendall(offer.ticket)
+    with ExitStack() as open_until_the_end:
+        try:
+            connection = open_until_the_end.enter_context(_connect(host, offer.port, credentials))
+            stream.also_stop(lambda: shut(connection))
+            connection.settimeout(None)
+            connection.sendall(offer.ticket)
+        except OSError as error:
+            raise PathUnusableError("bulk", f"port {offer.port}: {error}") from error
         yield connection
 
 

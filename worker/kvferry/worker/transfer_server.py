@@ -32,10 +32,10 @@ from kvferry.worker.transfer_wire import (
     FetchAsk,
     StoreAsk,
     WorkerDescription,
+    decode_fetch,
     decode_store_part,
     description_to_proto,
     encode_header,
-    fetch_ask_from_proto,
 )
 
 _log = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class _Handlers:
                 self._service.counter.transfer("served") as counted,
                 self._admitted(context) as watch,
             ):
-                ask = fetch_ask_from_proto(decode_message(transfer_pb2.FetchRequest, request))
+                ask = decode_fetch(request)
                 num_asked, lease_id = len(ask.hashes), ask.lease_id
                 _log.debug("%s asks for %d blocks, lease %r", context.peer(), num_asked, lease_id)
                 parts = _counting(self._service.open_fetch(ask), counted)

@@ -16,6 +16,12 @@ from kvferry.worker.paths import ALL_PATHS, Path
 from kvferry.worker.selection import Selection
 from kvferry.worker.selection_wire import selection_from_proto, selection_to_proto
 
+MAX_PORT = (1 << 16) - 1
+
+# Of every message but a frame with its fields in order. Room for all hashes and runs that a request
+# may have; more would only be room for parts of two bytes that protobuf makes fifty of.
+MAX_UNFRAMED_BYTES = 16 << 20
+
 _PATH_TO_PROTO: dict[Path, transfer_pb2.Path.ValueType] = {
     "shm": transfer_pb2.PATH_SHARED_MEMORY,
     "bulk": transfer_pb2.PATH_BULK_SOCKET,
@@ -135,6 +141,17 @@ def fetch_ask_to_proto(ask: FetchAsk) -> transfer_pb2.FetchRequest:
     )
 
 
+def decode_fetch(data: bytes) -> FetchAsk:
+    """Return the ask in a Fetch request as it travels.
+
+    Raises:
+        MessageTooLargeError: more than `MAX_UNFRAMED_BYTES`.
+        BadInputError: no FetchRequest, or as `fetch_ask_from_proto`.
+    """
+    message = decode_message(transfer_pb2.FetchRequest, data, at_most=MAX_UNFRAMED_BYTES)
+    return fetch_ask_from_proto(message)
+
+
 def fetch_ask_from_proto(message: transfer_pb2.FetchRequest) -> FetchAsk:
     """Return the request's values.
 
@@ -182,14 +199,14 @@ def decode_reply(data: bytes) -> Header | Frame:
     """Return one reply of a Fetch.
 
     Raises:
-        TransferError: neither a header nor a frame.
+        TransferError: neither a header nor a frame, or one with too many parts.
         ConfigError: a geometry that cannot be.
     """
     frame = decode_frame(data)
     if frame is not None:
         return frame
     try:
-        message = decode_message(transfer_pb2.FetchReply, data)
+        message = decode_message(transfer_pb2.FetchReply, data, at_most=MAX_UNFRAMED_BYTES)
     except BadInputError as error:
         raise TransferError("not a message of a transfer", given=f"{len(data)} bytes") from error
     if message.HasField("frame"):
@@ -224,13 +241,14 @@ def decode_store_part(data: bytes) -> StoreAsk | Frame:
     """Return one request of a Store.
 
     Raises:
-        TransferError: neither a header nor a frame.
+        TransferError: neither a header nor a frame, or one with too many parts.
+        MessageTooLargeError: more than `MAX_UNFRAMED_BYTES`, and no frame with its fields in order.
         BadInputError: no message, or a malformed header.
     """
     frame = decode_frame(data)
     if frame is not None:
         return frame
-    message = decode_message(transfer_pb2.StoreRequest, data)
+    message = decode_message(transfer_pb2.StoreRequest, data, at_most=MAX_UNFRAMED_BYTES)
     if message.HasField("frame"):
         return _frame_from_proto(message.frame)
     if message.HasField("header"):
@@ -299,7 +317,10 @@ def _offer_from_proto(header: transfer_pb2.FetchHeader) -> SharedOffer | BulkOff
             generations=tuple(shared.generations),
         )
     if header.HasField("bulk"):
-        return BulkOffer(port=header.bulk.port, ticket=header.bulk.ticket)
+        port = header.bulk.port
+        if not 0 < port <= MAX_PORT:
+            raise TransferError("a bulk offer of no port", given=port, allowed=f"1 to {MAX_PORT}")
+        return BulkOffer(port=port, ticket=header.bulk.ticket)
     return None
 
 
