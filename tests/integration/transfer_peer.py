@@ -91,7 +91,11 @@ class PeerService(WorkerService):
         return as_sent(
             self._misbehave(message) if isinstance(message, Frame) else message
             for message in messages
+            if not (isinstance(message, Frame) and self._drops(message))
         )
+
+    def _drops(self, frame: Frame) -> bool:
+        return self.behaviour == "drop" and frame.segments[0].hash_index == 2
 
     def _misbehave(self, frame: Frame) -> Frame:
         index = frame.segments[0].hash_index
