@@ -22,8 +22,8 @@ from tests.integration.transfer_peer import PeerService, fill, hash_of, new_work
 from tests.integration.transferring import assert_exactly_in_place, here, pull
 
 from kvferry.proto.v1 import transfer_pb2_grpc
-from kvferry.worker import bulk_server, peer_memory
-from kvferry.worker.frames import Frame
+from kvferry.worker import bulk_server, peer_memory, transfer_server
+from kvferry.worker.frames import Frame, Header
 from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.paths import ALL_PATHS, Path
 from kvferry.worker.stats import CountedPath, Direction
@@ -232,3 +232,23 @@ def test_a_receiver_that_shows_its_ticket_and_never_reads_is_ended_and_counted()
     finally:
         server.stop()
         worker.stop()
+
+
+@needs_arenas
+@pytest.mark.parametrize("num_announced", [7, 9])
+def test_an_offer_of_other_blocks_than_are_announced_is_refused_before_any_copy(
+    num_announced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = transfer_server.encode_header
+
+    def lie(header: Header) -> bytes:
+        return encode(replace(header, num_found=num_announced))
+
+    monkeypatch.setattr(transfer_server, "encode_header", lie)
+    with source() as (_, address), here(paths=("shm",)) as worker:
+        outcome = pull(worker, address)
+        assert (outcome.num_blocks_of_run, outcome.num_bytes) == ((0,), 0)
+        assert (outcome.error_type, outcome.error) == (
+            "TransferError",
+            f"an offer of other blocks than are announced; given: 8; allowed: {num_announced}",
+        )

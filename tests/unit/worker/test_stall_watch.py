@@ -32,3 +32,16 @@ def test_a_cancel_stops_the_stream_without_calling_it_stalled() -> None:
         cancel.set()
         assert stopped.wait(5.0)
     assert not watch.stalled
+
+
+def test_a_stream_that_moves_beyond_its_deadline_is_stopped_then() -> None:
+    stopped = threading.Event()
+    started_s = time.monotonic()
+    end_s = started_s + 0.2
+    with StallWatch(stopped.set, stall_s=60.0, poll_s=0.01, end_s=end_s) as watch:
+        while not stopped.wait(0.01):
+            assert time.monotonic() < end_s + 5.0
+            watch.moved()
+        assert time.monotonic() > end_s
+    assert watch.is_late
+    assert not watch.stalled
