@@ -28,7 +28,7 @@ from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.paths import ALL_PATHS, Path
 from kvferry.worker.stats import CountedPath, Direction
 from kvferry.worker.transfer_server import TransferServer
-from kvferry.worker.transfer_wire import fetch_ask_to_proto, make_fetch_ask
+from kvferry.worker.transfer_wire import encode_header, fetch_ask_to_proto, make_fetch_ask
 
 by_every_path = pytest.mark.parametrize("path", ["grpc", "bulk"])
 BLOCK_BYTES = 2048
@@ -239,7 +239,7 @@ def test_a_receiver_that_shows_its_ticket_and_never_reads_is_ended_and_counted()
 def test_an_offer_of_other_blocks_than_are_announced_is_refused_before_any_copy(
     num_announced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = transfer_server.encode_header
+    encode = encode_header
 
     def lie(header: Header) -> bytes:
         return encode(replace(header, num_found=num_announced))
