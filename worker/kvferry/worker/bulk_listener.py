@@ -3,6 +3,7 @@
 import logging
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -11,14 +12,16 @@ from contextlib import contextmanager, suppress
 
 from kvferry.proto.credentials import Credentials, server_ssl_context
 from kvferry.proto.errors import ConfigError, DeadlineError
-from kvferry.worker.bulk_wire import TICKET_BYTES, shut
+from kvferry.worker.bulk_wire import TICKET_BYTES, proof_of, receive_exactly, shut
 
 _log = logging.getLogger(__name__)
 
 # A peer connects at once; one that does not is behind a wall, or gone.
 CONNECT_TIMEOUT_S = 5.0
-# Those who say nothing hold one for so long each.
+# Those who say nothing hold a place for so long each.
+GREETING_TIMEOUT_S = 1.5
 NUM_GREETERS = 16
+ACCEPT_PAUSE_S = 0.1
 
 
 class Ticket:
@@ -87,6 +90,9 @@ class BulkListener:
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._waiting: dict[bytes, Ticket] = {}
+        self._context: ssl.SSLContext | None = None
+        self._is_closed = threading.Event()
+        self._places = threading.BoundedSemaphore(NUM_GREETERS)
         self._greeters = ThreadPoolExecutor(NUM_GREETERS, thread_name_prefix="kvferry-bulk")
         self._thread = threading.Thread(target=self._accept, name="kvferry-bulk", daemon=True)
         self._thread.start()
@@ -106,6 +112,7 @@ class BulkListener:
 
     def close(self) -> None:
         """Stop listening; connections that were handed out go on. Repeating is fine."""
+        self._is_closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
@@ -116,8 +123,17 @@ class BulkListener:
         while True:
             try:
                 connection, peer = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._is_closed.is_set():
+                    return
+                # Out of descriptors, or a peer that has left already: neither lasts.
+                _log.warning("the bulk port could not accept a connection: %s", error)
+                self._is_closed.wait(ACCEPT_PAUSE_S)
+                continue
+            # One who finds no place takes gRPC; a queue would be room for those who say nothing.
+            if not self._places.acquire(blocking=False):
+                connection.close()
+                continue
             try:
                 self._greeters.submit(self._greet, connection, peer)
             except RuntimeError:  # shut down meanwhile
@@ -126,30 +142,34 @@ class BulkListener:
 
     def _greet(self, connection: socket.socket, peer: object) -> None:
         try:
-            connection.settimeout(CONNECT_TIMEOUT_S)
+            connection.settimeout(GREETING_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._credentials is not None:
-                context = server_ssl_context(self._credentials)
+                context = self._newest_context(self._credentials)
                 connection = context.wrap_socket(connection, server_side=True)
-            secret = _read_secret(connection)
-            # Blocking from here on: whoever sends ends it by shutting it down.
-            connection.settimeout(None)
+            end_s = time.monotonic() + GREETING_TIMEOUT_S
+            secret = receive_exactly(connection, TICKET_BYTES, end_s)
             with self._lock:
                 ticket = self._waiting.pop(secret, None)
-            if ticket is not None and ticket.show(connection):
-                return
+            if ticket is not None:
+                connection.sendall(proof_of(secret))
+                # Blocking from here on: whoever sends ends it by shutting it down.
+                connection.settimeout(None)
+                if ticket.show(connection):
+                    return
             _log.warning("%s came to the bulk port without a valid ticket", peer)
         except (OSError, ConfigError) as error:
             _log.warning("%s did not show a ticket at the bulk port: %s", peer, error)
+        finally:
+            self._places.release()
         connection.close()
 
-
-def _read_secret(connection: socket.socket) -> bytes:
-    secret = b""
-    end_s = time.monotonic() + CONNECT_TIMEOUT_S
-    while len(secret) < TICKET_BYTES and time.monotonic() < end_s:
-        part = connection.recv(TICKET_BYTES - len(secret))
-        if not part:
-            break
-        secret += part
-    return secret
+    def _newest_context(self, credentials: Credentials) -> ssl.SSLContext:
+        """Return the context of the files as they are now, or else as they were last."""
+        try:
+            self._context = server_ssl_context(credentials)
+        except ConfigError as error:
+            if self._context is None:
+                raise
+            _log.warning("the bulk port keeps its last certificate: %s", error)
+        return self._context

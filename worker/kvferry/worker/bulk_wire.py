@@ -1,14 +1,18 @@
 """Frames over a plain socket, from memory to memory: what stands around them, and the two loops.
 
-The receiver begins with the ticket. Then, from the sender, for every frame: a prefix (bytes of the
-envelope, bytes of the payload), the envelope (a protobuf Frame without its payload), the payload,
-and a trailer (xxh3-64 of the payload, and whether the frame counts). All numbers are little-endian.
-Bytes leave straight from memory that may be handed out anew meanwhile, so only the trailer tells
-whether they were what they should be; a frame that does not count may come again, shorter.
+The receiver begins with the ticket, and the sender answers with the proof that it knows it:
+whatever else may listen at a port does not. Then, from the sender, for every frame: a prefix (bytes
+of the envelope, bytes of the payload), the envelope (a protobuf Frame without its payload), the
+payload, and a trailer (xxh3-64 of the payload, and whether the frame counts). All numbers are
+little-endian. Bytes leave straight from memory that may be handed out anew meanwhile, so only the
+trailer tells whether they were what they should be; a frame that does not count may come again,
+shorter.
 """
 
+import hashlib
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ssl import SSLSocket
@@ -25,11 +29,38 @@ from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.transfer_session import PullSession
 
 TICKET_BYTES = 16
+PROOF_BYTES = 16
 # Linux takes so many pieces in one call.
 MAX_PIECES = 1024
 
 _PREFIX = struct.Struct("<II")
 _TRAILER = struct.Struct("<QB")
+
+
+def proof_of(ticket: bytes) -> bytes:
+    """Return what the side that handed a ticket out says when it is shown."""
+    return hashlib.sha256(b"kvferry" + ticket).digest()[:PROOF_BYTES]
+
+
+def receive_exactly(connection: socket.socket, num_bytes: int, end_s: float) -> bytes:
+    """Return the next bytes, or fewer if the connection ends or the time is over.
+
+    Args:
+        connection: any socket; its timeout is changed.
+        num_bytes: how many are wanted.
+        end_s: until when, on the monotonic clock.
+
+    Raises:
+        OSError: the connection broke, or the time is over.
+    """
+    received = b""
+    while len(received) < num_bytes:
+        connection.settimeout(max(end_s - time.monotonic(), 0.001))
+        part = connection.recv(num_bytes - len(received))
+        if not part:
+            break
+        received += part
+    return received
 
 
 def send_frame(connection: socket.socket, frame: OutgoingFrame) -> None:

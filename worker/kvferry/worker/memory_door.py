@@ -15,7 +15,8 @@ from kvferry.worker.residency import Residency
 
 _log = logging.getLogger(__name__)
 
-SEND_TIMEOUT_S = 5.0
+SEND_TIMEOUT_S = 1.0
+ACCEPT_PAUSE_S = 0.1
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -42,11 +43,13 @@ class MemoryDoor:
         self._listener.bind(f"\0{self.name}")
         self._listener.listen()
         self._readers: list[socket.socket] = []
+        self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kvferry-door", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Hand out no more; what was handed out stays. Repeating is fine."""
+        self._is_closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
@@ -56,8 +59,13 @@ class MemoryDoor:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                break  # closed
+            except OSError as error:
+                if self._is_closed.is_set():
+                    break
+                # Out of descriptors, or a peer that has left already: neither lasts.
+                _log.warning("memory could not be handed out: %s", error)
+                self._is_closed.wait(ACCEPT_PAUSE_S)
+                continue
             self._readers = [one for one in self._readers if not _has_left(one)]
             if self._hand_out(connection):
                 self._readers.append(connection)

@@ -6,8 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvferry.proto.errors import MismatchError
-from kvferry.worker.fetch_terms import Peer
-from kvferry.worker.peer_memory import PeerMemory, attach
+from kvferry.worker.fetch_terms import FetchTerms, Peer
+from kvferry.worker.peer_memory import ATTACH_TIMEOUT_S, PeerMemory, attach
 from kvferry.worker.unusable_paths import PathUnusableError
 
 
@@ -27,18 +27,20 @@ class PeerMemories:
         self._lock = threading.Lock()
         self._attached: dict[str, _Attached] = {}
 
-    def of(self, peer: Peer, door: str) -> PeerMemory:
+    def of(self, peer: Peer, door: str, terms: FetchTerms) -> PeerMemory:
         """Return the memory that the peer hands out at its socket `door`.
 
         Raises:
             PathUnusableError: it cannot be had.
+            DeadlineError, CancelledPullError: as `FetchTerms.require_s`.
         """
         with self._lock:
             known = self._attached.get(peer.address)
             if known is not None and known.door == door:
                 return known.memory
+        timeout_s = min(terms.require_s(), ATTACH_TIMEOUT_S)
         try:
-            memory, connection = attach(door, peer)
+            memory, connection = attach(door, peer, timeout_s)
         except MismatchError as error:
             raise PathUnusableError("shm", str(error)) from error
         attached = _Attached(door, memory, connection)

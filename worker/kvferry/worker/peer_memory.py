@@ -23,7 +23,8 @@ from kvferry.worker.source import read_frames
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import FetchAsk
 
-ATTACH_TIMEOUT_S = 5.0
+# Both are on one host, and the other side has nothing to do for it.
+ATTACH_TIMEOUT_S = 1.0
 MAX_MESSAGE_BYTES = 4096
 
 
@@ -85,7 +86,9 @@ def copy_frames(
         session.placed(frame.segments[: frame.settle()])
 
 
-def attach(name: str, peer: Peer) -> tuple[PeerMemory, socket.socket]:
+def attach(
+    name: str, peer: Peer, timeout_s: float = ATTACH_TIMEOUT_S
+) -> tuple[PeerMemory, socket.socket]:
     """Return the memory of the worker behind a `MemoryDoor`, and the open connection to the door.
 
     The connection is closed from the other side when the worker ends, however it does.
@@ -93,13 +96,14 @@ def attach(name: str, peer: Peer) -> tuple[PeerMemory, socket.socket]:
     Args:
         name: of its socket.
         peer: whom it must be.
+        timeout_s: how long the worker may take.
 
     Raises:
         MismatchError: the memory cannot be had, or is not what was expected.
     """
     with ExitStack() as received, ExitStack() as failed:
         try:
-            connection = failed.enter_context(_connect(name))
+            connection = failed.enter_context(_connect(name, timeout_s))
             message, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
         except OSError as error:
             raise MismatchError("the peer's memory cannot be had", given=str(error)) from error
@@ -118,11 +122,11 @@ def attach(name: str, peer: Peer) -> tuple[PeerMemory, socket.socket]:
     return attached, connection
 
 
-def _connect(name: str) -> socket.socket:
+def _connect(name: str, timeout_s: float) -> socket.socket:
     with ExitStack() as failed:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         failed.enter_context(connection)
-        connection.settimeout(ATTACH_TIMEOUT_S)
+        connection.settimeout(timeout_s)
         connection.connect(f"\0{name}")
         pid, user = peer_process(connection)
         if user != os.getuid():

@@ -1,6 +1,8 @@
 """Calls to other workers: describe, fetch by whichever path is best, store."""
 
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -11,6 +13,7 @@ import grpc
 
 from kvferry.proto.credentials import Credentials, client_ssl_context
 from kvferry.proto.errors import (
+    ConfigError,
     DeadlineError,
     KvferryError,
     NotFoundError,
@@ -21,7 +24,13 @@ from kvferry.proto.grpc_status import MAX_CALL_S
 from kvferry.proto.identity import Identity
 from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.block_io import pieces_of
-from kvferry.worker.bulk_wire import receive_frames, shut
+from kvferry.worker.bulk_wire import (
+    PROOF_BYTES,
+    proof_of,
+    receive_exactly,
+    receive_frames,
+    shut,
+)
 from kvferry.worker.checksum import checksum_of
 from kvferry.worker.destination import Destination
 from kvferry.worker.fetch_terms import CancelledPullError, FetchTerms, Peer
@@ -210,7 +219,7 @@ class TransferClient:
         first = stream.next()
         if isinstance(first, Header) and isinstance(first.offer, SharedOffer):
             counted.over("shm")
-            memory = self._memories.of(stream.peer, first.offer.socket)
+            memory = self._memories.of(stream.peer, first.offer.socket, stream.terms)
             served = memory.served(first.offer, stream.ask)
             if served.num_found != first.num_found:
                 raise TransferError(
@@ -279,6 +288,8 @@ class _Stream:
         self.ask = ask
         self.terms = terms
         self._call = call
+        self._lock = threading.Lock()
+        self._is_stopped = False
         self._also_stop: list[Callable[[], object]] = []
         self.watch = StallWatch(
             self._stop,
@@ -301,12 +312,19 @@ class _Stream:
         return next(iter(self), None)
 
     def also_stop(self, stop: Callable[[], object]) -> None:
-        """Call `stop` too when the stream is ended from outside."""
-        self._also_stop.append(stop)
+        """Call `stop` too when the stream is ended from outside; at once if it has been."""
+        with self._lock:
+            self._also_stop.append(stop)
+            is_late = self._is_stopped
+        if is_late:
+            stop()
 
     def _stop(self) -> None:
         self._call.cancel()
-        for stop in self._also_stop:
+        with self._lock:
+            self._is_stopped = True
+            stops = list(self._also_stop)
+        for stop in stops:
             stop()
 
 
@@ -339,20 +357,29 @@ def _connected(
 ) -> Iterator[socket.socket]:
     host = stream.peer.address.rpartition(":")[0].strip("[]")
     with ExitStack() as open_until_the_end:
+        end_s = time.monotonic() + min(stream.terms.require_s(), CONNECT_TIMEOUT_S)
         try:
-            connection = open_until_the_end.enter_context(_connect(host, offer.port, credentials))
+            connection = open_until_the_end.enter_context(
+                _connect(host, offer.port, credentials, end_s - time.monotonic())
+            )
             stream.also_stop(lambda: shut(connection))
-            connection.settimeout(None)
             connection.sendall(offer.ticket)
-        except OSError as error:
+            if receive_exactly(connection, PROOF_BYTES, end_s) != proof_of(offer.ticket):
+                raise PathUnusableError("bulk", f"port {offer.port} does not lead to the holder")
+            # Blocking from here on: the watch ends it by shutting it down.
+            connection.settimeout(None)
+        except (OSError, ConfigError) as error:
+            stream.terms.require_s()
             raise PathUnusableError("bulk", f"port {offer.port}: {error}") from error
         yield connection
 
 
-def _connect(host: str, port: int, credentials: Credentials | None) -> socket.socket:
+def _connect(
+    host: str, port: int, credentials: Credentials | None, timeout_s: float
+) -> socket.socket:
     """Return a socket that is plain, or speaks TLS where the call does."""
     context = None if credentials is None else client_ssl_context(credentials)
-    connection = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
+    connection = socket.create_connection((host, port), timeout=max(timeout_s, 0.001))
     if context is None or credentials is None:
         return connection
     return context.wrap_socket(connection, server_hostname=credentials.server_name)
