@@ -18,7 +18,7 @@ from kvferry.worker.group_memory import GroupMemory, MemoryPlan
 from kvferry.worker.memory_door import peer_process
 from kvferry.worker.outgoing import OutgoingFrame, Served
 from kvferry.worker.residency import GENERATION_BYTES, Generations, Resident
-from kvferry.worker.served import ServedBlocks, ServedSelection
+from kvferry.worker.served import served_of
 from kvferry.worker.source import read_frames
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import FetchAsk
@@ -49,11 +49,12 @@ class PeerMemory:
                 allowed=f"1 to {self.num_blocks - 1}",
             )
         residents = [*map(Resident, offer.block_ids, offer.generations)]
-        group = self.groups[ask.group_id]
-        if ask.selection is None:
-            return ServedBlocks(group, self.generations, residents)
-        return ServedSelection(
-            group, self.generations, residents, ask.selection, num_asked=len(ask.hashes)
+        return served_of(
+            self.groups[ask.group_id],
+            self.generations,
+            residents,
+            ask.selection,
+            num_asked=len(ask.hashes),
         )
 
 
