@@ -4,7 +4,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from tests.integration.transfer_host import Host, new_host
@@ -24,12 +24,6 @@ from kvferry.worker.transfer_client import TransferClient
 Paths = Sequence[Path]
 
 by_every_path = pytest.mark.parametrize("paths", [(), ("bulk",)], ids=["grpc", "bulk"])
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    with new_host() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
