@@ -5,15 +5,14 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import pytest
 from tests.integration.transfer_host import Host, new_host
 from tests.integration.transfer_peer import hash_of
 from tests.integration.transferring import assert_exactly_in_place, destination, here, pull, run_of
 
-from kvferry.proto.errors import (
-    UnavailableError,
-)
+from kvferry.proto.errors import UnavailableError
 from kvferry.proto.ids import FIRST_GROUP, Incarnation, LeaseId, pack_group
 from kvferry.worker import part_pull
 from kvferry.worker.fetch_terms import FetchTerms, Peer
@@ -108,14 +107,18 @@ def test_a_source_that_stalls_is_left_at_the_deadline(host: Host, paths: Paths) 
 
 @pytest.mark.parametrize("behaviour", ["plain", "stall"])
 @by_every_path
-def test_a_frozen_source_is_left_long_before_the_deadline(behaviour: str, paths: Paths) -> None:
-    with new_host() as frozen, here(paths=paths) as worker:
-        source = frozen.open(behaviour=behaviour)
+def test_a_frozen_source_is_left_long_before_the_deadline(
+    host: Host, behaviour: str, paths: Paths
+) -> None:
+    with ExitStack() as thaw, here(paths=paths) as worker:
+        source = host.open(behaviour=behaviour)
         client = TransferClient(stall_s=1.0, paths=paths)
-        freezer = threading.Timer(0.7, frozen.process.send_signal, [signal.SIGSTOP])
+        thaw.callback(host.process.send_signal, signal.SIGCONT)
+        freezer = threading.Timer(0.7, host.process.send_signal, [signal.SIGSTOP])
+        thaw.callback(freezer.cancel)
         if behaviour == "plain":
             client.describe(source, timeout_s=10.0)
-            frozen.process.send_signal(signal.SIGSTOP)
+            host.process.send_signal(signal.SIGSTOP)
         else:
             freezer.start()
         started = time.monotonic()
@@ -139,7 +142,6 @@ def test_a_frozen_source_is_left_long_before_the_deadline(behaviour: str, paths:
         assert outcome.error_type == "DeadlineError"
         assert outcome.error == f"{source} sent nothing for too long; allowed: 1.0 s"
         client.close()
-        freezer.cancel()
 
 
 @by_every_path
