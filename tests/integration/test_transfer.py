@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -78,20 +79,23 @@ def test_a_corrupt_frame_leaves_only_the_verified_prefix(host: Host, paths: Path
         assert worker.stats().of("pulled").failures == {"TransferError": 1}
 
 
-@by_every_path
-def test_a_source_killed_midway_leaves_the_verified_prefix_long_before_the_deadline(
-    paths: Paths,
-) -> None:
-    with new_host() as doomed, here(paths=paths) as worker:
+def test_a_source_killed_midway_leaves_the_verified_prefix_long_before_the_deadline() -> None:
+    with (
+        new_host() as doomed,
+        here() as by_grpc,
+        here(paths=("bulk",)) as by_bulk,
+        ThreadPoolExecutor(2) as threads,
+    ):
         source = doomed.open(behaviour="stall")
         killer = threading.Timer(1.0, doomed.process.send_signal, [signal.SIGKILL])
         killer.start()
         started = time.monotonic()
-        outcome = pull(worker, source, timeout_s=30.0)
-        killer.join()
+        outcomes = threads.map(lambda one: pull(one, source, timeout_s=30.0), (by_grpc, by_bulk))
+        for worker, outcome in zip((by_grpc, by_bulk), outcomes, strict=True):
+            assert (outcome.num_blocks_of_run, outcome.error_type) == ((2,), "UnavailableError")
+            assert_exactly_in_place(worker, 2)
         assert time.monotonic() - started < 15.0
-        assert (outcome.num_blocks_of_run, outcome.error_type) == ((2,), "UnavailableError")
-        assert_exactly_in_place(worker, 2)
+        killer.join()
 
 
 @by_every_path
@@ -256,18 +260,21 @@ def test_two_pulls_at_once_do_not_disturb_each_other(host: Host, paths: Paths) -
             assert_exactly_in_place(worker, 8)
 
 
-@by_every_path
-def test_a_peer_restarted_on_its_port_costs_one_refused_attempt(host: Host, paths: Paths) -> None:
-    with here(paths=paths) as worker:
+def test_a_peer_restarted_on_its_port_costs_one_refused_attempt(host: Host) -> None:
+    with here() as by_grpc, here(paths=("bulk",)) as by_bulk:
+        workers = (by_grpc, by_bulk)
         with new_host() as doomed:
             address = doomed.open()
-            assert pull(worker, address).num_blocks_of_run == (8,)
-        assert pull(worker, address, timeout_s=5.0).error_type == "UnavailableError"
+            for worker in workers:
+                assert pull(worker, address).num_blocks_of_run == (8,)
+        for worker in workers:
+            assert pull(worker, address, timeout_s=5.0).error_type == "UnavailableError"
         port = int(address.rsplit(":", 1)[1])
         assert host.open(incarnation=2, port=port, empty=True) == address
-        assert pull(worker, address).error_type == "StaleError"
-        outcome = pull(worker, address, incarnation=2)
-        assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), "NotFoundError")
+        for worker in workers:
+            assert pull(worker, address).error_type == "StaleError"
+            outcome = pull(worker, address, incarnation=2)
+            assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), "NotFoundError")
 
 
 def test_nobody_at_the_address_is_an_outcome_for_pull_and_an_error_for_describe() -> None:
