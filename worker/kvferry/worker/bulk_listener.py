@@ -16,7 +16,7 @@ from kvferry.worker.bulk_wire import TICKET_BYTES, shut
 _log = logging.getLogger(__name__)
 
 # A peer connects at once; one that does not is behind a wall, or gone.
-CONNECT_TIMEOUT_S = 5.0
+TICKET_TIMEOUT_S = 5.0
 # Those who say nothing hold one for so long each.
 NUM_GREETERS = 16
 
@@ -43,15 +43,15 @@ class Ticket:
         """Return the connection of the peer that shows the ticket, None once it is void.
 
         Raises:
-            DeadlineError: nobody came within `CONNECT_TIMEOUT_S`.
+            DeadlineError: nobody came within `TICKET_TIMEOUT_S`.
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._connection is not None or self._is_void, CONNECT_TIMEOUT_S
+                lambda: self._connection is not None or self._is_void, TICKET_TIMEOUT_S
             )
             if self._connection is None and not self._is_void:
                 raise DeadlineError(
-                    "nobody came to fetch by a bulk socket", allowed=f"{CONNECT_TIMEOUT_S} s"
+                    "nobody came to fetch by a bulk socket", allowed=f"{TICKET_TIMEOUT_S} s"
                 )
             return None if self._is_void else self._connection
 
@@ -109,7 +109,7 @@ class BulkListener:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
-        self._thread.join(CONNECT_TIMEOUT_S)
+        self._thread.join(TICKET_TIMEOUT_S)
         self._greeters.shutdown(wait=False, cancel_futures=True)
 
     def _accept(self) -> None:
@@ -126,7 +126,7 @@ class BulkListener:
 
     def _greet(self, connection: socket.socket, peer: object) -> None:
         try:
-            connection.settimeout(CONNECT_TIMEOUT_S)
+            connection.settimeout(TICKET_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._credentials is not None:
                 context = server_ssl_context(self._credentials)
@@ -146,7 +146,7 @@ class BulkListener:
 
 def _read_secret(connection: socket.socket) -> bytes:
     secret = b""
-    end_s = time.monotonic() + CONNECT_TIMEOUT_S
+    end_s = time.monotonic() + TICKET_TIMEOUT_S
     while len(secret) < TICKET_BYTES and time.monotonic() < end_s:
         part = connection.recv(TICKET_BYTES - len(secret))
         if not part:

@@ -24,7 +24,7 @@ from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import FetchAsk
 
 ATTACH_TIMEOUT_S = 5.0
-MAX_MESSAGE_BYTES = 4096
+MAX_GREETING_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def attach(name: str, peer: Peer) -> tuple[PeerMemory, socket.socket]:
     with ExitStack() as received, ExitStack() as failed:
         try:
             connection = failed.enter_context(_connect(name))
-            message, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
+            message, descriptors, _, _ = socket.recv_fds(connection, MAX_GREETING_BYTES, 2)
         except OSError as error:
             raise MismatchError("the peer's memory cannot be had", given=str(error)) from error
         for descriptor in descriptors:
