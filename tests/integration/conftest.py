@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.transfer_host import Host, new_host
 
 from kvferry.cluster.serving.legs import EngineLink
 from kvferry.cluster.serving.pool_size import KvSize
@@ -192,6 +193,13 @@ class Service:
         for actor in self.actors:
             actor.stop()
         self.coordinator.stop()
+
+
+@pytest.fixture(scope="session")
+def host() -> Iterator[Host]:
+    """Another process, for workers of any tests; who kills one needs one of its own."""
+    with new_host() as running:
+        yield running
 
 
 MakeService = Callable[..., Service]

@@ -6,6 +6,7 @@ every byte it reads (`token_engines.py`).
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import pytest
@@ -15,7 +16,7 @@ from tests.integration.token_engines import (
     token_service,
     wait_until,
 )
-from tests.integration.token_model import BLOCK_TOKENS, answer, prompt
+from tests.integration.token_model import BLOCK_TOKENS, answer, fill, new_worker, prompt
 from tests.integration.token_peer import TokenPeer
 
 from kvferry.cluster.serving.router import Router, Served
@@ -24,6 +25,7 @@ from kvferry.cluster.serving.sequence import Run
 from kvferry.proto.errors import PromptTooLongError
 from kvferry.proto.ids import InstanceId, RequestId
 from kvferry.proto.messages import OpenHandoff
+from kvferry.worker import bulk_server
 
 T = TypeVar("T")
 FROM_P_TO_D = Route(prefill=InstanceId("p"), decode=InstanceId("d"))
@@ -219,13 +221,18 @@ def test_b38b_blocks_of_a_decode_side_that_never_comes_are_used_again_after_the_
     assert service.num_free("p") == 8
 
 
-def test_b38c_a_prefill_worker_that_was_killed_is_replaced_under_its_name() -> None:
-    """Both decode instances go on by themselves, and take from the new one alone."""
+def test_b38c_a_prefill_worker_that_was_killed_is_replaced_under_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both decode instances go on without it, and then take from the new one alone."""
+    monkeypatch.setattr(bulk_server, "MIN_BULK_BYTES", 1)
     old, again = prompt(1, 13), prompt(2, 13)
+    second = new_worker(6, incarnation=2, paths=("bulk",))
+    fill(second, again)
     with (
         TokenPeer(old, num_blocks=6, hold_at=1, paths=("bulk",)) as first,
-        TokenPeer(again, num_blocks=6, incarnation=2, paths=("bulk",)) as second,
         token_service(paths=("bulk",)) as service,
+        ExitStack() as stack,
     ):
         service.register("a", first.read_line(), 6)
         service.holds("a", old)
@@ -237,10 +244,14 @@ def test_b38c_a_prefill_worker_that_was_killed_is_replaced_under_its_name() -> N
         for taker in takers:
             output, finished = taker.result("r", within_s=5.0)
             assert output == answer(old)
+            # The slower one may find at the other what that has computed meanwhile.
             parts = finished.accounting
-            assert (parts.remote_hit_tokens, parts.computed_tokens) == (BLOCK_TOKENS, 9)
+            found = (parts.remote_hit_tokens, parts.computed_tokens)
+            assert found in {(BLOCK_TOKENS, 9), (2 * BLOCK_TOKENS, 5), (3 * BLOCK_TOKENS, 1)}
 
-        service.register("a", second.read_line(), 6, incarnation=2)
+        num_served = [taker.worker.stats().of("served").num_started for taker in takers]
+        stack.callback(second.stop)
+        service.register("a", second.serve(), 6, incarnation=2)
         service.holds("a", again, incarnation=2)
         for taker in takers:
             taker.engine.submit(request("s", again))
@@ -248,5 +259,6 @@ def test_b38c_a_prefill_worker_that_was_killed_is_replaced_under_its_name() -> N
             assert output == answer(again)
             assert finished.accounting.remote_hit_tokens == 12
         # Among equal holders the first by name is asked, so not the other decode instance.
-        assert takers[0].worker.stats().of("served").num_started == 0
+        served = [taker.worker.stats().of("served").num_started for taker in takers]
+        assert served == num_served
         service.require_nothing_held()

@@ -4,16 +4,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 from tests.integration.transfer_host import Host, new_host
 from tests.integration.transfer_peer import hash_of
 from tests.integration.transferring import assert_exactly_in_place, destination, here, pull, run_of
 
-from kvferry.proto.errors import (
-    UnavailableError,
-)
+from kvferry.proto.errors import UnavailableError
 from kvferry.proto.ids import FIRST_GROUP, Incarnation, LeaseId, pack_group
 from kvferry.worker import part_pull
 from kvferry.worker.fetch_terms import FetchTerms, Peer
@@ -24,12 +24,6 @@ from kvferry.worker.transfer_client import TransferClient
 Paths = Sequence[Path]
 
 by_every_path = pytest.mark.parametrize("paths", [(), ("bulk",)], ids=["grpc", "bulk"])
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    with new_host() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -85,20 +79,23 @@ def test_a_corrupt_frame_leaves_only_the_verified_prefix(host: Host, paths: Path
         assert worker.stats().of("pulled").failures == {"TransferError": 1}
 
 
-@by_every_path
-def test_a_source_killed_midway_leaves_the_verified_prefix_long_before_the_deadline(
-    paths: Paths,
-) -> None:
-    with new_host() as doomed, here(paths=paths) as worker:
+def test_a_source_killed_midway_leaves_the_verified_prefix_long_before_the_deadline() -> None:
+    with (
+        new_host() as doomed,
+        here() as by_grpc,
+        here(paths=("bulk",)) as by_bulk,
+        ThreadPoolExecutor(2) as threads,
+    ):
         source = doomed.open(behaviour="stall")
         killer = threading.Timer(1.0, doomed.process.send_signal, [signal.SIGKILL])
         killer.start()
         started = time.monotonic()
-        outcome = pull(worker, source, timeout_s=30.0)
-        killer.join()
+        outcomes = threads.map(lambda one: pull(one, source, timeout_s=30.0), (by_grpc, by_bulk))
+        for worker, outcome in zip((by_grpc, by_bulk), outcomes, strict=True):
+            assert (outcome.num_blocks_of_run, outcome.error_type) == ((2,), "UnavailableError")
+            assert_exactly_in_place(worker, 2)
         assert time.monotonic() - started < 15.0
-        assert (outcome.num_blocks_of_run, outcome.error_type) == ((2,), "UnavailableError")
-        assert_exactly_in_place(worker, 2)
+        killer.join()
 
 
 @by_every_path
@@ -114,14 +111,18 @@ def test_a_source_that_stalls_is_left_at_the_deadline(host: Host, paths: Paths) 
 
 @pytest.mark.parametrize("behaviour", ["plain", "stall"])
 @by_every_path
-def test_a_frozen_source_is_left_long_before_the_deadline(behaviour: str, paths: Paths) -> None:
-    with new_host() as frozen, here(paths=paths) as worker:
-        source = frozen.open(behaviour=behaviour)
+def test_a_frozen_source_is_left_long_before_the_deadline(
+    host: Host, behaviour: str, paths: Paths
+) -> None:
+    with ExitStack() as thaw, here(paths=paths) as worker:
+        source = host.open(behaviour=behaviour)
         client = TransferClient(stall_s=1.0, paths=paths)
-        freezer = threading.Timer(0.7, frozen.process.send_signal, [signal.SIGSTOP])
+        thaw.callback(host.process.send_signal, signal.SIGCONT)
+        freezer = threading.Timer(0.7, host.process.send_signal, [signal.SIGSTOP])
+        thaw.callback(freezer.cancel)
         if behaviour == "plain":
             client.describe(source, timeout_s=10.0)
-            frozen.process.send_signal(signal.SIGSTOP)
+            host.process.send_signal(signal.SIGSTOP)
         else:
             freezer.start()
         started = time.monotonic()
@@ -145,7 +146,6 @@ def test_a_frozen_source_is_left_long_before_the_deadline(behaviour: str, paths:
         assert outcome.error_type == "DeadlineError"
         assert outcome.error == f"{source} sent nothing for too long; allowed: 1.0 s"
         client.close()
-        freezer.cancel()
 
 
 @by_every_path
@@ -260,18 +260,21 @@ def test_two_pulls_at_once_do_not_disturb_each_other(host: Host, paths: Paths) -
             assert_exactly_in_place(worker, 8)
 
 
-@by_every_path
-def test_a_peer_restarted_on_its_port_costs_one_refused_attempt(host: Host, paths: Paths) -> None:
-    with here(paths=paths) as worker:
+def test_a_peer_restarted_on_its_port_costs_one_refused_attempt(host: Host) -> None:
+    with here() as by_grpc, here(paths=("bulk",)) as by_bulk:
+        workers = (by_grpc, by_bulk)
         with new_host() as doomed:
             address = doomed.open()
-            assert pull(worker, address).num_blocks_of_run == (8,)
-        assert pull(worker, address, timeout_s=5.0).error_type == "UnavailableError"
+            for worker in workers:
+                assert pull(worker, address).num_blocks_of_run == (8,)
+        for worker in workers:
+            assert pull(worker, address, timeout_s=5.0).error_type == "UnavailableError"
         port = int(address.rsplit(":", 1)[1])
         assert host.open(incarnation=2, port=port, empty=True) == address
-        assert pull(worker, address).error_type == "StaleError"
-        outcome = pull(worker, address, incarnation=2)
-        assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), "NotFoundError")
+        for worker in workers:
+            assert pull(worker, address).error_type == "StaleError"
+            outcome = pull(worker, address, incarnation=2)
+            assert (outcome.num_blocks_of_run, outcome.error_type) == ((0,), "NotFoundError")
 
 
 def test_nobody_at_the_address_is_an_outcome_for_pull_and_an_error_for_describe() -> None:

@@ -1,9 +1,7 @@
 """Storing blocks at a worker of another process, and pulling them from there."""
 
-from collections.abc import Iterator
-
 import pytest
-from tests.integration.transfer_host import Host, new_host
+from tests.integration.transfer_host import Host
 from tests.integration.transfer_peer import fill, hash_of
 from tests.integration.transferring import assert_exactly_in_place, here, pull
 
@@ -14,12 +12,6 @@ from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_client import TransferClient
 
 PAGE_BYTES_PER_HEAD_SIZE = 16
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    with new_host() as running:
-        yield running
 
 
 def store_all(worker: WorkerService, address: str) -> int:

@@ -27,14 +27,12 @@ class TokenPeer:
         *,
         num_blocks: int,
         hold_at: int | None = None,
-        incarnation: int = 1,
         paths: Sequence[WayOfBytes] = (),
     ) -> None:
         settings = {
             "tokens": list(tokens),
             "num_blocks": num_blocks,
             "hold_at": hold_at,
-            "incarnation": incarnation,
             "paths": list(paths),
         }
         self.process = subprocess.Popen(
@@ -66,9 +64,7 @@ class TokenPeer:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     bulk_server.MIN_BULK_BYTES = 1
-    worker = new_worker(
-        settings["num_blocks"], incarnation=settings["incarnation"], paths=settings["paths"]
-    )
+    worker = new_worker(settings["num_blocks"], paths=settings["paths"])
     worker.hold_at = settings["hold_at"]
     fill(worker, settings["tokens"])
     print(worker.serve(), flush=True)

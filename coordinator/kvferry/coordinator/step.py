@@ -43,7 +43,7 @@ def apply_step(
     loading = Loading(state, instance, outcome, now)
     failed_loads = loading.end(step.load_results)
     for progress in step.progress:
-        _follow(state, instance, progress)
+        _take_in(state, instance, progress)
     for release in step.releases:
         _release(state, instance, release, outcome, now)
     loading.go_on(failed_loads)
@@ -65,7 +65,7 @@ def apply_step(
     return outcome.reply()
 
 
-def _follow(state: ServiceState, instance: Instance, progress: Progress) -> None:
+def _take_in(state: ServiceState, instance: Instance, progress: Progress) -> None:
     request = instance.requests.get(progress.request_id)
     if request is None:
         state.counters["ignored_messages"] += 1

@@ -76,5 +76,4 @@ def reachable_address(address: str, node_host: Callable[[], str]) -> str:
     host, _, port = place.rpartition(":")
     if host.strip("[]") not in _EVERY_INTERFACE:
         return address
-    own = node_host()
-    return f"{scheme}{separator}{f'[{own}]' if ':' in own else own}:{port}"
+    return f"{scheme}{separator}{join_address(node_host(), int(port))}"

@@ -17,7 +17,7 @@ from kvferry.worker.bulk_wire import TICKET_BYTES, proof_of, receive_exactly, sh
 _log = logging.getLogger(__name__)
 
 # A peer connects at once; one that does not is behind a wall, or gone.
-CONNECT_TIMEOUT_S = 5.0
+TICKET_TIMEOUT_S = 5.0
 # Those who say nothing hold a place for so long each.
 GREETING_TIMEOUT_S = 1.5
 NUM_GREETERS = 16
@@ -46,15 +46,15 @@ class Ticket:
         """Return the connection of the peer that shows the ticket, None once it is void.
 
         Raises:
-            DeadlineError: nobody came within `CONNECT_TIMEOUT_S`.
+            DeadlineError: nobody came within `TICKET_TIMEOUT_S`.
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._connection is not None or self._is_void, CONNECT_TIMEOUT_S
+                lambda: self._connection is not None or self._is_void, TICKET_TIMEOUT_S
             )
             if self._connection is None and not self._is_void:
                 raise DeadlineError(
-                    "nobody came to fetch by a bulk socket", allowed=f"{CONNECT_TIMEOUT_S} s"
+                    "nobody came to fetch by a bulk socket", allowed=f"{TICKET_TIMEOUT_S} s"
                 )
             return None if self._is_void else self._connection
 
@@ -116,7 +116,7 @@ class BulkListener:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
-        self._thread.join(CONNECT_TIMEOUT_S)
+        self._thread.join(TICKET_TIMEOUT_S)
         self._greeters.shutdown(wait=False, cancel_futures=True)
 
     def _accept(self) -> None:

@@ -9,10 +9,10 @@ from kvferry.worker.fetch_terms import CancelledPullError, FetchTerms, Peer
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.pull import CANCELLED, BlockRun, PartOutcome, PartRun
 from kvferry.worker.reshard_io import destination_cells, require_cells
-from kvferry.worker.selection import selection_of
+from kvferry.worker.selection import Selection, selection_of
 from kvferry.worker.transfer_client import TransferClient
 from kvferry.worker.transfer_session import PullSession
-from kvferry.worker.transfer_wire import make_fetch_ask
+from kvferry.worker.transfer_wire import FetchAsk, make_fetch_ask
 
 
 def pull_blocks(
@@ -29,15 +29,7 @@ def pull_blocks(
     """
     group = memory.group(run.group_id)
     session = PullSession(len(run.hashes), group.geometry)
-    ask = make_fetch_ask(
-        peer.identity,
-        run.hashes,
-        group_id=run.group_id,
-        lease_id=terms.lease_id,
-        incarnation=peer.incarnation,
-        layout=peer.layout,
-        rank=peer.rank,
-    )
+    ask = _ask(peer, run, terms)
 
     def fetch() -> None:
         if run.hashes:
@@ -64,22 +56,28 @@ def pull_part(
     session = PullSession(
         chunks.num_chunks, chunks.geometry, last_page_bytes=chunks.last_page_bytes
     )
-    ask = make_fetch_ask(
-        peer.identity,
-        run.hashes,
-        group_id=run.group_id,
-        lease_id=terms.lease_id,
-        incarnation=peer.incarnation,
-        selection=selection_of(transfer, skipped_tokens=run.skipped_source_tokens),
-        layout=peer.layout,
-        rank=peer.rank,
-    )
+    ask = _ask(peer, run, terms, selection_of(transfer, skipped_tokens=run.skipped_source_tokens))
 
     def fetch() -> None:
         client.fetch(peer, ask, chunks, session, terms)
 
     error, error_type = _error_of(fetch)
     return _outcome(session, chunks.tokens_of(session.num_complete), error, error_type)
+
+
+def _ask(
+    peer: Peer, run: BlockRun | PartRun, terms: FetchTerms, selection: Selection | None = None
+) -> FetchAsk:
+    return make_fetch_ask(
+        peer.identity,
+        run.hashes,
+        group_id=run.group_id,
+        lease_id=terms.lease_id,
+        incarnation=peer.incarnation,
+        selection=selection,
+        layout=peer.layout,
+        rank=peer.rank,
+    )
 
 
 def _outcome(

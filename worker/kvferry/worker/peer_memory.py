@@ -18,14 +18,14 @@ from kvferry.worker.group_memory import GroupMemory, MemoryPlan
 from kvferry.worker.memory_door import peer_process
 from kvferry.worker.outgoing import OutgoingFrame, Served
 from kvferry.worker.residency import GENERATION_BYTES, Generations, Resident
-from kvferry.worker.served import ServedBlocks, ServedSelection
+from kvferry.worker.served import served_of
 from kvferry.worker.source import read_frames
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import FetchAsk
 
 # Both are on one host, and the other side has nothing to do for it.
 ATTACH_TIMEOUT_S = 1.0
-MAX_MESSAGE_BYTES = 4096
+MAX_GREETING_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,12 @@ class PeerMemory:
                 allowed=f"1 to {self.num_blocks - 1}",
             )
         residents = [*map(Resident, offer.block_ids, offer.generations)]
-        group = self.groups[ask.group_id]
-        if ask.selection is None:
-            return ServedBlocks(group, self.generations, residents)
-        return ServedSelection(
-            group, self.generations, residents, ask.selection, num_asked=len(ask.hashes)
+        return served_of(
+            self.groups[ask.group_id],
+            self.generations,
+            residents,
+            ask.selection,
+            num_asked=len(ask.hashes),
         )
 
 
@@ -104,7 +105,7 @@ def attach(
     with ExitStack() as received, ExitStack() as failed:
         try:
             connection = failed.enter_context(_connect(name, timeout_s))
-            message, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
+            message, descriptors, _, _ = socket.recv_fds(connection, MAX_GREETING_BYTES, 2)
         except OSError as error:
             raise MismatchError("the peer's memory cannot be had", given=str(error)) from error
         for descriptor in descriptors:

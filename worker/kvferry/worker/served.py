@@ -9,6 +9,7 @@ from kvferry.worker.block_io import pieces_of
 from kvferry.worker.chunks import Chunks
 from kvferry.worker.frames import Segment, places_of
 from kvferry.worker.group_memory import GroupMemory
+from kvferry.worker.outgoing import Served
 from kvferry.worker.reshard_io import Cells
 from kvferry.worker.residency import Resident
 from kvferry.worker.selection import Selection
@@ -21,7 +22,32 @@ class Holds(Protocol):
         """Return whether the block has held the same content ever since it was found."""
 
 
-class ServedBlocks:
+def served_of(
+    memory: GroupMemory,
+    holds: Holds,
+    residents: Sequence[Resident],
+    selection: Selection | None,
+    *,
+    num_asked: int,
+) -> Served:
+    """Return what a fetch of a group's blocks, or of a selection of them, is answered with.
+
+    Args:
+        memory: the group's.
+        holds: tells whether the blocks are still what they were found as.
+        residents: the first of the asked blocks.
+        selection: the part of them that is wanted, None for all of each.
+        num_asked: number of asked blocks.
+
+    Raises:
+        BadInputError: a selection that does not fit the blocks or the memory.
+    """
+    if selection is None:
+        return _ServedBlocks(memory, holds, residents)
+    return _ServedSelection(memory, holds, residents, selection, num_asked=num_asked)
+
+
+class _ServedBlocks:
     """Whole blocks of a group."""
 
     def __init__(self, memory: GroupMemory, holds: Holds, residents: Sequence[Resident]) -> None:
@@ -42,7 +68,7 @@ class ServedBlocks:
         return None if self._holds.still_holds(self._residents[index]) else index
 
 
-class ServedSelection:
+class _ServedSelection:
     """The chunks of a selection, as far as all blocks are here that a chunk has tokens of.
 
     Args:

@@ -25,11 +25,11 @@ from kvferry.worker.heap import keep_freed_memory
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.layout_pull import pull_loads
 from kvferry.worker.memory_door import MemoryDoor
-from kvferry.worker.outgoing import OutgoingFrame, Served
+from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.paths import ALL_PATHS, Path, this_place
 from kvferry.worker.pull import PullOutcome
 from kvferry.worker.residency import Residency, Resident
-from kvferry.worker.served import ServedBlocks, ServedSelection
+from kvferry.worker.served import served_of
 from kvferry.worker.source import find_prefix, read_frames
 from kvferry.worker.stats import StatsCounter, WorkerStats
 from kvferry.worker.store_sink import Reserver, accept_blocks
@@ -205,13 +205,9 @@ class WorkerService:
             )
         group = self.memory.group(ask.group_id)
         residents = find_prefix(self.residency, ask.hashes, ask.group_id)
-        served: Served
-        if ask.selection is None:
-            served = ServedBlocks(group, self.residency, residents)
-        else:
-            served = ServedSelection(
-                group, self.residency, residents, ask.selection, num_asked=len(ask.hashes)
-            )
+        served = served_of(
+            group, self.residency, residents, ask.selection, num_asked=len(ask.hashes)
+        )
         max_frame_bytes = ask.max_frame_bytes or DEFAULT_FRAME_BYTES
         frames = read_frames(served, ask.hashes, max_frame_bytes)
         offer = self._shared_offer(ask, residents)

@@ -50,6 +50,7 @@ def measure_intertoken(seconds: float) -> Iterator[Row]:
 
     Raises:
         TransferError: the peer could not pull so fast.
+        UnavailableError: one of its pulls failed.
     """
     decoding = _Decoding()
     try:
@@ -75,7 +76,7 @@ def _pair(decoding: "_Decoding", puller: Puller) -> tuple[float, float]:
 
 
 class _Decoding:
-    """A model that decodes one sequence, in a process that serves other blocks of its memory."""
+    """A model that decodes a batch, in a process that serves other blocks of its memory."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)

@@ -1,15 +1,15 @@
 """A process that pulls blocks from a decoding instance at an even pace, when told to."""
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from kvferry.cluster.bench.peer_process import answer_of, running_process
 from kvferry.cluster.bench.transfer_peer import hashes_of
-from kvferry.proto.errors import DeadlineError, TransferError
+from kvferry.proto.errors import TransferError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import FIRST_GROUP, BlockId, Incarnation, InstanceId, LeaseId
 from kvferry.proto.layout import Layout
@@ -26,7 +26,6 @@ BLOCK_TOKENS = 64
 NUM_BLOCKS = 24
 """Blocks of a pull."""
 
-START_TIMEOUT_S = 60.0
 PULL_TIMEOUT_S = 30.0
 
 
@@ -48,25 +47,16 @@ class Puller:
         """Let it pull inside of the `with`.
 
         Raises:
-            DeadlineError: it does not stop.
-            TransferError: a pull failed.
+            DeadlineError: it does not begin or stop.
+            UnavailableError: a pull failed, which ended it.
         """
         pulled = Pulled()
         self._pipe.send("go")
-        self.answer()  # it has begun
+        answer_of(self._pipe)  # it has begun
         yield pulled
-        self._pipe.send("stop")
-        found = self.answer()
-        if isinstance(found, str):
-            raise TransferError("a pull failed", given=found)
-        pulled.bytes_per_s = found
-
-    def answer(self) -> float | str:
-        """Return the next thing it says."""
-        if not self._pipe.poll(START_TIMEOUT_S):
-            raise DeadlineError("the pulling process is silent", allowed=f"{START_TIMEOUT_S} s")
-        said: float | str = self._pipe.recv()
-        return said
+        with suppress(ConnectionError):  # ended by a pull that failed: its silence tells
+            self._pipe.send("stop")
+        pulled.bytes_per_s = answer_of(self._pipe)
 
 
 @contextmanager
@@ -74,24 +64,11 @@ def running_puller(address: str, identity: Identity, paths: Sequence[Path]) -> I
     """Start the process, wait until it has pulled once, and end it afterwards.
 
     Raises:
-        DeadlineError: it did not start in time.
+        DeadlineError, UnavailableError: it did not start; as `answer_of`.
     """
-    # A fork would take gRPC along, which does not survive one.
-    spawning = multiprocessing.get_context("spawn")
-    ours, theirs = spawning.Pipe()
-    process = spawning.Process(
-        target=_pull_when_told, args=(theirs, address, identity, paths), daemon=True
-    )
-    process.start()
-    theirs.close()
-    puller = Puller(ours)
-    try:
-        puller.answer()
-        yield puller
-    finally:
-        ours.close()
-        process.kill()
-        process.join()
+    with running_process(_pull_when_told, address, identity, paths) as pipe:
+        answer_of(pipe)  # it has pulled
+        yield Puller(pipe)
 
 
 def _pull_when_told(

@@ -3,7 +3,6 @@
 import hashlib
 import importlib
 import importlib.util
-import multiprocessing
 import socket
 import tempfile
 import threading
@@ -17,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvferry.cluster.bench.peer_process import answer_of, running_process
 from kvferry.proto.credentials import DEFAULT_SERVER_NAME, Credentials
-from kvferry.proto.errors import DeadlineError
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, Incarnation
 from kvferry.proto.layout import Layout
@@ -32,7 +31,6 @@ TOKEN_BYTES = 16 << 10
 """K and V of 8 layers with 8 heads of 64 values in float16."""
 
 SOCKET_PIECE_BYTES = 1 << 20
-START_TIMEOUT_S = 60.0
 
 IDENTITY = Identity(
     model="bench",
@@ -112,22 +110,10 @@ def running_peer(
     """Start the other process and yield where it listens; end it afterwards.
 
     Raises:
-        DeadlineError: it did not start in time.
+        DeadlineError, UnavailableError: it did not start; as `answer_of`.
     """
-    # A fork would take gRPC along, which does not survive one.
-    spawning = multiprocessing.get_context("spawn")
-    ours, theirs = spawning.Pipe()
-    process = spawning.Process(target=_serve, args=(theirs, block_bytes, credentials), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(START_TIMEOUT_S):
-            raise DeadlineError("the peer process did not start", allowed=f"{START_TIMEOUT_S} s")
-        yield ours.recv()
-    finally:
-        ours.close()
-        process.kill()
-        process.join()
+    with running_process(_serve, block_bytes, credentials) as pipe:
+        yield answer_of(pipe)
 
 
 def _serve(pipe: Connection, block_bytes: int, credentials: Credentials | None) -> None:

@@ -13,7 +13,7 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, make_wsgi_app
 from prometheus_client.registry import Collector
 
-from kvferry.proto.bind import require_safe_plain_bind
+from kvferry.proto.bind import join_address, require_safe_plain_bind
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.listening import why_not_listening
 
@@ -54,7 +54,7 @@ class MetricsServer:
         except OSError as error:
             raise why_not_listening(bind, port, error) from error
         self._server.set_app(_by_path(pages))
-        self.address = f"{f'[{bind}]' if ':' in bind else bind}:{self._server.server_port}"
+        self.address = join_address(bind, self._server.server_port)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(POLL_S,), name="kvferry-metrics", daemon=True
         )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
+from kvferry.proto.bind import join_address
 from kvferry.proto.messages import Description
 
 
@@ -33,7 +34,7 @@ def targets_page(describe: Callable[[], Description]) -> WSGIApplication:
     """Return a page that lists the targets; its own address is the one that it was asked at."""
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        bound = f"{environ['SERVER_NAME']}:{environ['SERVER_PORT']}"
+        bound = join_address(environ["SERVER_NAME"], int(environ["SERVER_PORT"]))
         body = json.dumps(targets(describe(), environ.get("HTTP_HOST", bound))).encode()
         start_response("200 OK", [("Content-Type", "application/json")])
         return [body]
