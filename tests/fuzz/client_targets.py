@@ -19,7 +19,7 @@ from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker import peer_memory, transfer_client
 from kvferry.worker.block_destination import BlockDestination
 from kvferry.worker.block_io import gather
-from kvferry.worker.bulk_wire import _PREFIX, _TRAILER
+from kvferry.worker.bulk_wire import _PREFIX, _TRAILER, proof_of
 from kvferry.worker.checksum import checksum_of
 from kvferry.worker.fetch_terms import FetchTerms, Peer
 from kvferry.worker.frame_wire import encode_envelope, encode_frame
@@ -38,6 +38,7 @@ from kvferry.worker.unusable_paths import PathUnusableError
 
 HONEST = {content[at : at + 128] for content in CONTENT.values() for at in (0, 128)}
 BULK_PORT = 4711
+TICKET = b"t" * 16
 
 
 class Scripted:
@@ -93,7 +94,7 @@ class Receiver:
             generations=tuple(one.generation for one in residents),
         )
         self._shared = encode_header(replace(self._header, offer=offer))
-        bulk = BulkOffer(port=BULK_PORT, ticket=b"t" * 16)
+        bulk = BulkOffer(port=BULK_PORT, ticket=TICKET)
         self._bulk = encode_header(replace(self._header, offer=bulk))
 
     def stop(self) -> None:
@@ -131,7 +132,7 @@ class Receiver:
         if random.random() < 0.3:
             random.shuffle(descriptors)
         del descriptors[random.choice((0, 1, 2, 2, 2, 2)) :]
-        with theirs, patch.object(peer_memory, "_connect", lambda name: ours):
+        with theirs, patch.object(peer_memory, "_connect", lambda *_: ours):
             socket.send_fds(theirs, [message or b"\0"], descriptors)
             with suppress(KvferryError):
                 _, connection = peer_memory.attach("door", self._peer)
@@ -200,13 +201,13 @@ class Receiver:
 def _connecting(stream: bytes, far: ExitStack) -> Callable[..., socket.socket]:
     """Return what connects to a peer that has said all of `stream`; its end is put into `far`."""
 
-    def connect(host: str, port: int, credentials: object) -> socket.socket:
+    def connect(host: str, port: int, credentials: object, timeout_s: float) -> socket.socket:
         if not 0 <= port < 1 << 16:
             socket.create_connection((host, port))
         if port != BULK_PORT:
             raise ConnectionRefusedError
         ours, theirs = socket.socketpair()
-        far.enter_context(theirs).sendall(stream[: 64 << 10])
+        far.enter_context(theirs).sendall((proof_of(TICKET) + stream)[: 64 << 10])
         theirs.shutdown(socket.SHUT_WR)
         if not stream:
             theirs.close()
