@@ -270,6 +270,21 @@ def test_a_holder_that_is_gone_is_a_miss_well_before_the_deadline(
         cache.store(range(100, 108), random_layers(8))
 
 
+def test_what_a_holder_that_is_gone_does_not_give_another_one_does(
+    service: ClientService, cache: ModelCache
+) -> None:
+    service.add("store-1", "store", num_blocks=50)
+    tokens, stored = range(12), random_layers(12)
+    for name in service.workers:
+        assert cache.store(tokens, stored, instance_id=name) == 12
+    for gone in ("store-0", "store-1"):
+        into = blank_layers(12)
+        assert cache.fetch(tokens, into) == 12
+        assert_prefix(into, stored, 12)
+        service.workers[gone].stop()
+    assert cache.fetch(tokens, blank_layers(12)) == 0
+
+
 def test_a_holder_that_lost_blocks_gives_what_it_still_has(
     service: ClientService, cache: ModelCache
 ) -> None:

@@ -194,6 +194,12 @@ def _credentials(
     cert: Path | None, key: Path | None, ca: Path | None, name: str, token_file: Path | None
 ) -> Credentials | None:
     if cert is None and key is None and ca is None and token_file is None:
+        if name != DEFAULT_SERVER_NAME:
+            raise ConfigError(
+                "--tls-name says nothing without certificates",
+                given=name,
+                allowed="with --tls-cert and --tls-key, or --tls-ca",
+            )
         return None
     return Credentials(certificate=cert, key=key, ca=ca, server_name=name, token_file=token_file)
 

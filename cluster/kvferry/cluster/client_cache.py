@@ -111,8 +111,9 @@ class ModelCache:
         the prefix cannot attend to: who needs the logits of the last token fetches
         `token_ids[:-1]`.
 
-        A holder that fails, or is slow, shortens the prefix. With several groups of layers, or a
-        window or a chunk, it shortens it to nothing: 0 comes back although blocks were written.
+        Of a holder that fails, others that hold as much are asked while time is left; the log
+        says why. What nobody gave shortens the prefix: with several groups of layers, or a window
+        or a chunk, to nothing, so that 0 comes back although blocks were written.
 
         Args:
             token_ids: the prompt.
@@ -133,7 +134,45 @@ class ModelCache:
         if not hashes:
             return 0
         with self._lease(hashes, deadline.require_s(), deadline.require_s()) as lease:
-            return self._pull(lease, hashes[: lease.num_blocks], into, deadline)
+            wanted = hashes[: lease.num_blocks]
+            num_tokens = self._pull(lease, wanted, into, deadline)
+            failed = lease.source
+        if failed is None or num_tokens == self._num_tokens(wanted):
+            return num_tokens
+        for source in self._others(wanted, failed, deadline):
+            num_tokens = max(num_tokens, self._pull_again(source, wanted, into, deadline))
+            if num_tokens == self._num_tokens(wanted):
+                break
+        return num_tokens
+
+    def _others(
+        self, hashes: tuple[BlockHash, ...], failed: Source, deadline: "_Deadline"
+    ) -> list[Source]:
+        """Return who else holds all of the blocks, as far as there is time to ask."""
+        if not deadline.left_s():
+            return []
+        holders = self._holders(hashes, deadline.left_s())
+        return [
+            one.source
+            for one in holders
+            if one.num_hashes == len(hashes) and one.source.instance_id != failed.instance_id
+        ]
+
+    def _pull_again(
+        self,
+        source: Source,
+        hashes: Sequence[BlockHash],
+        into: Sequence[torch.Tensor],
+        deadline: "_Deadline",
+    ) -> int:
+        """Pull from another holder; the bytes of a hash are the same everywhere."""
+        try:
+            left_s = deadline.require_s()
+            with self._lease(hashes, left_s, left_s, source.instance_id) as lease:
+                return self._pull(lease, hashes[: lease.num_blocks], into, deadline)
+        except KvferryError as error:
+            _log.warning("%s gave nothing either: %s", source.instance_id, error)
+            return 0
 
     def store(
         self,

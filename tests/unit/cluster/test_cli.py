@@ -49,6 +49,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, s
         ("--tls-cert", "no-such.crt", "ConfigError"),
         ("--tls-ca", "no-such.crt", "ConfigError"),
         ("--token-file", "no-such-token", "ConfigError"),
+        ("--tls-name", "elsewhere", "ConfigError"),
         ("--unknown", "1", "BadInputError"),
     ],
 )

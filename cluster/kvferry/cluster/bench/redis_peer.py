@@ -16,6 +16,12 @@ from kvferry.proto.errors import DeadlineError
 START_TIMEOUT_S = 10.0
 
 
+def redis_is_here() -> bool:
+    """Return whether a Redis server can be started and asked."""
+    clients = all(importlib.util.find_spec(name) for name in ("redis", "hiredis"))
+    return clients and shutil.which("redis-server") is not None
+
+
 @contextmanager
 def redis_get(block_bytes: int, num_blocks: int) -> Iterator[Callable[[], object] | None]:
     """Yield what reads all blocks from a Redis server once, or None where there is none.
@@ -23,14 +29,12 @@ def redis_get(block_bytes: int, num_blocks: int) -> Iterator[Callable[[], object
     Raises:
         DeadlineError: the server did not start.
     """
-    program = shutil.which("redis-server")
-    installed = all(importlib.util.find_spec(name) for name in ("redis", "hiredis"))
-    if program is None or not installed:
+    if not redis_is_here():
         yield None
         return
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
-    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
         try:
             client = _connect(port)

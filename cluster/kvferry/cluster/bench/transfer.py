@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from kvferry.cluster.bench.redis_peer import redis_get
+from kvferry.cluster.bench.redis_peer import redis_get, redis_is_here
 from kvferry.cluster.bench.report import describe_machine
 from kvferry.cluster.bench.rows import Row, elapsed_ns, rounds, row_of_pairs
 from kvferry.cluster.bench.transfer_peer import (
@@ -47,6 +47,10 @@ def bench_transfer(*, seconds: float, progress: Progress) -> tuple[dict[str, obj
     Raises:
         TransferError: not all blocks arrived.
     """
+    if not redis_is_here():
+        progress(
+            "no rows against Redis: redis-server, or its client with hiredis, is not installed"
+        )
     rows = []
     for name, block_bytes in BLOCK_BYTES.items():
         with _works(block_bytes) as (ours, baselines):

@@ -1,11 +1,11 @@
-"""An HTTP server for a process's metrics: a page or two, one request at a time."""
+"""An HTTP server for a process's metrics: a page or two, a thread a request."""
 
 import contextlib
 import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from socketserver import TCPServer
+from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -99,7 +99,9 @@ def _by_path(pages: Mapping[str, WSGIApplication]) -> WSGIApplication:
     return answer
 
 
-class _Server(WSGIServer):
+class _Server(ThreadingMixIn, WSGIServer):
+    # A client that says nothing is dropped after a while, and holds up no other meanwhile.
+    daemon_threads = True
     # Another process may not take the port over, whatever the library's default becomes.
     allow_reuse_port = False
 
