@@ -12,7 +12,13 @@ from contextlib import contextmanager, suppress
 
 from kvferry.proto.credentials import Credentials, server_ssl_context
 from kvferry.proto.errors import ConfigError, DeadlineError
-from kvferry.worker.bulk_wire import TICKET_BYTES, proof_of, receive_exactly, shut
+from kvferry.worker.bulk_wire import (
+    SOCKET_BUFFER_BYTES,
+    TICKET_BYTES,
+    proof_of,
+    receive_exactly,
+    shut,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -144,6 +150,7 @@ class BulkListener:
         try:
             connection.settimeout(GREETING_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
             if self._credentials is not None:
                 context = self._newest_context(self._credentials)
                 connection = context.wrap_socket(connection, server_side=True)

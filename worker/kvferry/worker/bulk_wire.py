@@ -30,6 +30,8 @@ from kvferry.worker.transfer_session import PullSession
 
 TICKET_BYTES = 16
 PROOF_BYTES = 16
+# A connection lives for one fetch, too short for the kernel to find out how much it may hold.
+SOCKET_BUFFER_BYTES = 4 << 20
 # Linux takes so many pieces in one call.
 MAX_PIECES = 1024
 

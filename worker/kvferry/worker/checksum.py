@@ -21,7 +21,7 @@ def in_windows(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
     window: list[memoryview] = []
     num_bytes = 0
     for piece in pieces:
-        for part in _parts(piece):
+        for part in (piece,) if len(piece) <= WINDOW_BYTES else _parts(piece):
             num_bytes += len(part)
             if num_bytes > WINDOW_BYTES:
                 yield window
@@ -31,6 +31,4 @@ def in_windows(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _parts(piece: memoryview) -> list[memoryview]:
-    if len(piece) <= WINDOW_BYTES:
-        return [piece]
     return [piece[at : at + WINDOW_BYTES] for at in range(0, len(piece), WINDOW_BYTES)]

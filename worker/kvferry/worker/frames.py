@@ -12,6 +12,7 @@ from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.ids import BlockId
 
 DEFAULT_FRAME_BYTES = 1 << 20
+BULK_FRAME_BYTES = 4 << 20
 
 # So many blocks of 512 bytes fill a frame. A receiver makes nothing of more.
 MAX_SEGMENTS = 1 << 16

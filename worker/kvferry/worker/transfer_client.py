@@ -26,6 +26,7 @@ from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.block_io import pieces_of
 from kvferry.worker.bulk_wire import (
     PROOF_BYTES,
+    SOCKET_BUFFER_BYTES,
     proof_of,
     receive_exactly,
     receive_frames,
@@ -380,6 +381,7 @@ def _connect(
     """Return a socket that is plain, or speaks TLS where the call does."""
     context = None if credentials is None else client_ssl_context(credentials)
     connection = socket.create_connection((host, port), timeout=max(timeout_s, 0.001))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
     if context is None or credentials is None:
         return connection
     return context.wrap_socket(connection, server_hostname=credentials.server_name)
