@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from kvferry.proto.errors import DeadlineError
 
 START_TIMEOUT_S = 10.0
@@ -24,7 +26,10 @@ def redis_is_here() -> bool:
 
 @contextmanager
 def redis_get(block_bytes: int, num_blocks: int) -> Iterator[Callable[[], object] | None]:
-    """Yield what reads all blocks from a Redis server once, or None where there is none.
+    """Yield what fetches all blocks from a Redis server once, or None where there is none.
+
+    As a cache on Redis would: a GET for each block, and its bytes copied to where they belong, in
+    disorder. No checksums.
 
     Raises:
         DeadlineError: the server did not start.
@@ -38,12 +43,25 @@ def redis_get(block_bytes: int, num_blocks: int) -> Iterator[Callable[[], object
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
         try:
             client = _connect(port)
-            names = [f"block-{index}" for index in range(num_blocks)]
-            for name in names:
-                client.set(name, os.urandom(block_bytes))
-            yield lambda: [client.get(name) for name in names]
+            for index in range(num_blocks):
+                client.set(f"block-{index}", os.urandom(block_bytes))
+            yield _Fetch(client, block_bytes, num_blocks).once
         finally:
             server.kill()
+
+
+class _Fetch:
+    def __init__(self, client: Any, block_bytes: int, num_blocks: int) -> None:
+        self._client = client
+        self._block_bytes = block_bytes
+        self._into = np.ones(2 * num_blocks * block_bytes, dtype=np.uint8).data
+        self._places = np.random.default_rng(4).permutation(2 * num_blocks)[:num_blocks].tolist()
+
+    def once(self) -> None:
+        for index, place in enumerate(self._places):
+            begin = place * self._block_bytes
+            found = self._client.get(f"block-{index}")
+            self._into[begin : begin + self._block_bytes] = found
 
 
 def _connect(port: int) -> Any:
