@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.ids import BlockId
 
-DEFAULT_FRAME_BYTES = 1 << 20
+DEFAULT_FRAME_BYTES = 2 << 20
 BULK_FRAME_BYTES = 4 << 20
 
 # So many blocks of 512 bytes fill a frame. A receiver makes nothing of more.
