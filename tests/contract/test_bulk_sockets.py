@@ -134,17 +134,17 @@ def test_a_listener_that_could_not_accept_goes_on(
     pair: tuple[PeerService, PeerService, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     source, taker, address = pair
-    listener = listener_of(source)
-    real = listener._listener
+    accepting = listener_of(source)._accepting
+    real = accepting._listener
 
     class OutOfDescriptors:
         def accept(self) -> Any:
-            listener._listener = real
+            accepting._listener = real
             raise OSError(errno.EMFILE, "Too many open files")
 
-    listener._listener = OutOfDescriptors()  # type: ignore[assignment]
+    accepting._listener = OutOfDescriptors()  # type: ignore[assignment]
     # The thread still waits in the real one's accept: this wakes it.
-    with socket.create_connection(("127.0.0.1", listener.port)):
+    with socket.create_connection(("127.0.0.1", listener_of(source).port)):
         pass
     assert pull(taker, address).num_blocks_of_run == (8,)
     assert pull(taker, address).num_blocks_of_run == (8,)

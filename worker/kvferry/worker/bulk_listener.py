@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from kvferry.proto.credentials import Credentials, server_ssl_context
 from kvferry.proto.errors import ConfigError, DeadlineError
+from kvferry.worker.accept_loop import AcceptLoop
 from kvferry.worker.bulk_wire import (
     SOCKET_BUFFER_BYTES,
     TICKET_BYTES,
@@ -27,7 +28,6 @@ TICKET_TIMEOUT_S = 5.0
 # Those who say nothing hold a place for so long each.
 GREETING_TIMEOUT_S = 1.5
 NUM_GREETERS = 16
-ACCEPT_PAUSE_S = 0.1
 
 
 class Ticket:
@@ -92,16 +92,14 @@ class BulkListener:
     def __init__(self, host: str, credentials: Credentials | None = None) -> None:
         self._credentials = credentials
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
-        self.port: int = self._listener.getsockname()[1]
+        listener = socket.create_server((host, 0), family=family)
+        self.port: int = listener.getsockname()[1]
         self._lock = threading.Lock()
         self._waiting: dict[bytes, Ticket] = {}
         self._context: ssl.SSLContext | None = None
-        self._is_closed = threading.Event()
         self._places = threading.BoundedSemaphore(NUM_GREETERS)
         self._greeters = ThreadPoolExecutor(NUM_GREETERS, thread_name_prefix="kvferry-bulk")
-        self._thread = threading.Thread(target=self._accept, name="kvferry-bulk", daemon=True)
-        self._thread.start()
+        self._accepting = AcceptLoop(listener, self._take, name="kvferry-bulk")
 
     @contextmanager
     def ticket(self) -> Iterator[Ticket]:
@@ -118,33 +116,18 @@ class BulkListener:
 
     def close(self) -> None:
         """Stop listening; connections that were handed out go on. Repeating is fine."""
-        self._is_closed.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
-        self._thread.join(TICKET_TIMEOUT_S)
+        self._accepting.close()
         self._greeters.shutdown(wait=False, cancel_futures=True)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError as error:
-                if self._is_closed.is_set():
-                    return
-                # Out of descriptors, or a peer that has left already: neither lasts.
-                _log.warning("the bulk port could not accept a connection: %s", error)
-                self._is_closed.wait(ACCEPT_PAUSE_S)
-                continue
-            # One who finds no place takes gRPC; a queue would be room for those who say nothing.
-            if not self._places.acquire(blocking=False):
-                connection.close()
-                continue
-            try:
-                self._greeters.submit(self._greet, connection, peer)
-            except RuntimeError:  # shut down meanwhile
-                connection.close()
-                return
+    def _take(self, connection: socket.socket, peer: object) -> None:
+        # One who finds no place takes gRPC; a queue would be room for those who say nothing.
+        if not self._places.acquire(blocking=False):
+            connection.close()
+            return
+        try:
+            self._greeters.submit(self._greet, connection, peer)
+        except RuntimeError:  # shut down meanwhile
+            connection.close()
 
     def _greet(self, connection: socket.socket, peer: object) -> None:
         try:

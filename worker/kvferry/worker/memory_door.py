@@ -5,18 +5,16 @@ import os
 import secrets
 import socket
 import struct
-import threading
-from contextlib import suppress
 
 import msgpack
 
+from kvferry.worker.accept_loop import AcceptLoop
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.residency import Residency
 
 _log = logging.getLogger(__name__)
 
 SEND_TIMEOUT_S = 1.0
-ACCEPT_PAUSE_S = 0.1
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -39,40 +37,24 @@ class MemoryDoor:
         self._arenas = (memory.arena, residency.arena)
         self._message = msgpack.packb({"incarnation": incarnation, "num_blocks": memory.num_blocks})
         self.name = f"kvferry-{secrets.token_hex(16)}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen()
         self._readers: list[socket.socket] = []
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="kvferry-door", daemon=True)
-        self._thread.start()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(f"\0{self.name}")
+        listener.listen()
+        self._accepting = AcceptLoop(listener, self._take, name="kvferry-door")
 
     def close(self) -> None:
         """Hand out no more; what was handed out stays. Repeating is fine."""
-        self._is_closed.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
-        self._thread.join(SEND_TIMEOUT_S)
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if self._is_closed.is_set():
-                    break
-                # Out of descriptors, or a peer that has left already: neither lasts.
-                _log.warning("memory could not be handed out: %s", error)
-                self._is_closed.wait(ACCEPT_PAUSE_S)
-                continue
-            self._readers = [one for one in self._readers if not _has_left(one)]
-            if self._hand_out(connection):
-                self._readers.append(connection)
-            else:
-                connection.close()
+        self._accepting.close()
         for reader in self._readers:
             reader.close()
+
+    def _take(self, connection: socket.socket, _: object) -> None:
+        self._readers = [one for one in self._readers if not _has_left(one)]
+        if self._hand_out(connection):
+            self._readers.append(connection)
+        else:
+            connection.close()
 
     def _hand_out(self, connection: socket.socket) -> bool:
         connection.settimeout(SEND_TIMEOUT_S)
