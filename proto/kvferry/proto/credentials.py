@@ -72,6 +72,12 @@ class Credentials:
         """Whether a server with these knows its clients: by their certificates or by the token."""
         return self.ca is not None or self.token_file is not None
 
+    @property
+    def tls_files(self) -> tuple[Path, ...]:
+        """The files that a side's TLS context is made of."""
+        files = (self.certificate, self.key, self.ca)
+        return tuple(path for path in files if path is not None)
+
     def read_tokens(self) -> tuple[str, ...]:
         """Return the tokens as the file has them now, at least one.
 

@@ -117,8 +117,7 @@ class _Certificates:
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
         server_ssl_context(credentials)
-        files = (credentials.certificate, credentials.key, credentials.ca)
-        self._files = FileChanges(path for path in files if path is not None)
+        self._files = FileChanges(credentials.tls_files)
 
     def as_grpc(self) -> grpc.ServerCredentials:
         return grpc.dynamic_ssl_server_credentials(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from kvferry.proto.credentials import Credentials, server_ssl_context
 from kvferry.proto.errors import ConfigError, DeadlineError
+from kvferry.proto.file_changes import FileChanges
 from kvferry.worker.accept_loop import AcceptLoop
 from kvferry.worker.bulk_wire import (
     SOCKET_BUFFER_BYTES,
@@ -83,20 +84,20 @@ class Ticket:
 class BulkListener:
     """Listens from construction to `close`, at a port that the system chooses.
 
-    With credentials it speaks TLS, and reads their files anew for every connection.
+    With credentials it speaks TLS, and takes new certificates as soon as their files change.
 
     Raises:
         OSError: this machine cannot listen on `host`.
+        ConfigError: there is no certificate to show, or a file that cannot be used.
     """
 
     def __init__(self, host: str, credentials: Credentials | None = None) -> None:
-        self._credentials = credentials
+        self._certificates = None if credentials is None else _Certificates(credentials)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)
         self.port: int = listener.getsockname()[1]
         self._lock = threading.Lock()
         self._waiting: dict[bytes, Ticket] = {}
-        self._context: ssl.SSLContext | None = None
         self._places = threading.BoundedSemaphore(NUM_GREETERS)
         self._greeters = ThreadPoolExecutor(NUM_GREETERS, thread_name_prefix="kvferry-bulk")
         self._accepting = AcceptLoop(listener, self._take, name="kvferry-bulk")
@@ -134,8 +135,8 @@ class BulkListener:
             connection.settimeout(GREETING_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-            if self._credentials is not None:
-                context = self._newest_context(self._credentials)
+            if self._certificates is not None:
+                context = self._certificates.newest_context()
                 connection = context.wrap_socket(connection, server_side=True)
             end_s = time.monotonic() + GREETING_TIMEOUT_S
             secret = receive_exactly(connection, TICKET_BYTES, end_s)
@@ -148,18 +149,30 @@ class BulkListener:
                 if ticket.show(connection):
                     return
             _log.warning("%s came to the bulk port without a valid ticket", peer)
-        except (OSError, ConfigError) as error:
+        except OSError as error:
             _log.warning("%s did not show a ticket at the bulk port: %s", peer, error)
         finally:
             self._places.release()
         connection.close()
 
-    def _newest_context(self, credentials: Credentials) -> ssl.SSLContext:
+
+class _Certificates:
+    """What a listening socket speaks TLS with, made anew when its files have changed.
+
+    Thread-safe: at worst two threads make it anew at the same time.
+    """
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._files = FileChanges(credentials.tls_files)
+        self._context = server_ssl_context(credentials)
+
+    def newest_context(self) -> ssl.SSLContext:
         """Return the context of the files as they are now, or else as they were last."""
         try:
-            self._context = server_ssl_context(credentials)
+            if self._files.changed():
+                self._context = server_ssl_context(self._credentials)
         except ConfigError as error:
-            if self._context is None:
-                raise
-            _log.warning("the bulk port keeps its last certificate: %s", error)
+            # Between the two writes of a new pair the key is not the certificate's.
+            _log.warning("the bulk port keeps its certificate, since the new one fails: %s", error)
         return self._context
