@@ -60,7 +60,7 @@ class PeerMemory:
 
 
 def read_shared(served: Served, ask: FetchAsk) -> Iterator[OutgoingFrame]:
-    """Return the frames of what is served, as the peer would cut them; as `read_frames`."""
+    """Return the frames of what is served, cut as in the stream of a call; as `read_frames`."""
     return read_frames(served, ask.hashes, ask.max_frame_bytes or DEFAULT_FRAME_BYTES)
 
 
