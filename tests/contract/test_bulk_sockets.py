@@ -10,48 +10,24 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
-from tests.integration.transfer_peer import PeerService, content_of, fill, hash_of, new_worker
+from tests.integration import transferring
+from tests.integration.transfer_peer import PeerService, hash_of
+from tests.integration.transferring import assert_exactly_in_place, pull
 from tests.pulling import pull_blocks
 
 from kvferry.proto.ids import FIRST_GROUP, BlockId
 from kvferry.worker import bulk_server, transfer_client
-from kvferry.worker.block_io import gather
 from kvferry.worker.bulk_listener import BulkListener
 from kvferry.worker.bulk_wire import receive_frames
-from kvferry.worker.frames import Place
-from kvferry.worker.pull import BlockRun, PullOutcome
-
-SIZES: dict[str, Any] = {"num_blocks": 9, "num_layers": 2, "head_size": 64}
+from kvferry.worker.pull import BlockRun
 
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PeerService, PeerService, str]]:
     """A source, one that pulls from it by bulk sockets, and the source's address."""
     monkeypatch.setattr(bulk_server, "MIN_BULK_BYTES", 1)
-    source = new_worker(1, **SIZES, paths=["bulk"])
-    taker = new_worker(2, **SIZES, paths=["bulk"])
-    fill(source)
-    try:
-        yield source, taker, source.serve()
-    finally:
-        taker.stop()
-        source.stop()
-
-
-def pull(worker: PeerService, address: str, timeout_s: float = 20.0) -> PullOutcome:
-    run = BlockRun(
-        group_id=FIRST_GROUP,
-        hashes=[hash_of(index) for index in range(8)],
-        block_ids=[BlockId(index + 1) for index in range(8)],
-    )
-    return pull_blocks(worker, address, [run], timeout_s=timeout_s)
-
-
-def assert_whole(worker: PeerService) -> None:
-    (group,) = worker.memory.groups
-    for index in range(8):
-        found = gather(group, [Place(BlockId(index + 1), 0, group.geometry.num_layers)])
-        assert found == content_of(index, group.geometry.block_bytes)
+    with transferring.pair(["bulk"]) as both:
+        yield both
 
 
 def paths_of(worker: PeerService) -> dict[str, int]:
@@ -113,7 +89,7 @@ def test_a_port_that_leads_elsewhere_is_told_and_grpc_carries_all(
         monkeypatch.setattr(listener_of(source), "port", port)
         with caplog.at_level(logging.WARNING, "kvferry.worker.unusable_paths"):
             assert pull(taker, address).num_blocks_of_run == (8,)
-    assert_whole(taker)
+    assert_exactly_in_place(taker, 8)
     assert paths_of(taker) == {"bulk": 0, "grpc": 1}
     (line,) = [one.getMessage() for one in caplog.records if "unusable" in one.name]
     assert f"{address} cannot be reached by bulk for 60 s: port {port}" in line
@@ -161,7 +137,7 @@ def test_those_who_say_nothing_cost_a_pull_no_more_than_the_bulk_path(
         for _ in range(64):
             idle.enter_context(socket.create_connection(("127.0.0.1", port)))
         assert pull(taker, address).num_blocks_of_run == (8,)
-    assert_whole(taker)
+    assert_exactly_in_place(taker, 8)
     assert sum(paths_of(taker).values()) == 1
 
 

@@ -6,8 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path as File
 
@@ -17,8 +16,10 @@ import torch
 from tests.arenas import needs_arenas
 from tests.contract.exchange import exchanging
 from tests.contract.test_pull_layouts_failures import CUT, CUT_TOO, ONE
+from tests.integration import transferring
 from tests.integration.transfer_host import SIZES, new_host
 from tests.integration.transfer_peer import content_of, fill, hash_of, new_worker
+from tests.integration.transferring import pull
 from tests.pulling import pull_blocks
 
 from kvferry.proto.errors import MismatchError
@@ -38,26 +39,8 @@ pytestmark = needs_arenas
 NUM_BLOCKS = SIZES["num_blocks"] - 1
 
 
-@contextmanager
-def pair() -> Iterator[tuple[WorkerService, WorkerService, str]]:
-    """A source that holds all its blocks, one that pulls, and the source's address."""
-    source = new_worker(1, **SIZES, paths=["shm"])
-    taker = new_worker(2, **SIZES, paths=["shm"])
-    fill(source)
-    try:
-        yield source, taker, source.serve()
-    finally:
-        taker.stop()
-        source.stop()
-
-
-def pull(worker: WorkerService, address: str, incarnation: int = 1) -> PullOutcome:
-    run = BlockRun(
-        group_id=FIRST_GROUP,
-        hashes=[hash_of(index) for index in range(NUM_BLOCKS)],
-        block_ids=[BlockId(NUM_BLOCKS - index) for index in range(NUM_BLOCKS)],
-    )
-    return pull_blocks(worker, address, [run], incarnation=incarnation)
+def pair() -> AbstractContextManager[tuple[WorkerService, WorkerService, str]]:
+    return transferring.pair(["shm"])
 
 
 def assert_in_place(worker: WorkerService, num_blocks: int) -> None:
@@ -72,10 +55,8 @@ def test_blocks_are_copied_without_a_byte_of_them_in_the_call() -> None:
     with pair() as (source, taker, address):
         assert pull(taker, address) == PullOutcome(num_blocks_of_run=(8,), num_bytes=8 * 2048)
         assert_in_place(taker, 8)
-        assert (source.stats().of("served").num_started, source.stats().of("served").num_bytes) == (
-            1,
-            0,
-        )
+        served = source.stats().of("served")
+        assert (served.num_started, served.num_bytes) == (1, 0)
 
 
 @pytest.mark.parametrize("lost", [0, 3, 7])
@@ -272,7 +253,7 @@ def test_descriptors_are_given_back_with_the_memory() -> None:
 import contextlib, gc, os, time
 from tests.integration.transfer_host import SIZES
 from tests.integration.transfer_peer import fill, new_worker
-from tests.contract.test_shared_memory import pull
+from tests.integration.transferring import pull
 counts = []
 def num_memfds():
     links = []

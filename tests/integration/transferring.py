@@ -1,17 +1,18 @@
 """Pulling from a worker in another process, and what must be true of the blocks afterwards."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from tests.integration.transfer_host import SIZES
-from tests.integration.transfer_peer import PeerService, content_of, hash_of, new_worker
+from tests.integration.transfer_peer import PeerService, content_of, fill, hash_of, new_worker
 from tests.pulling import pull_blocks
 
 from kvferry.proto.ids import FIRST_GROUP, BlockId, pack_group
 from kvferry.worker.block_io import gather
 from kvferry.worker.frames import Place
+from kvferry.worker.paths import Path
 from kvferry.worker.pull import BlockRun, PullOutcome
 from kvferry.worker.service import WorkerService
 
@@ -23,6 +24,14 @@ def here(**settings: Any) -> Iterator[PeerService]:
         yield worker
     finally:
         worker.stop()
+
+
+@contextmanager
+def pair(paths: Sequence[Path]) -> Iterator[tuple[PeerService, PeerService, str]]:
+    """A source that holds all its blocks, one that pulls, and the source's address."""
+    with here(incarnation=1, paths=paths) as source, here(incarnation=2, paths=paths) as taker:
+        fill(source)
+        yield source, taker, source.serve()
 
 
 def pull(
