@@ -196,3 +196,18 @@ class TransferError(KvferryError):
 
 class InvariantError(KvferryError, AssertionError):
     """Kvferry itself is broken: something that must always hold does not."""
+
+
+def class_named(name: str) -> type[KvferryError] | None:
+    """Return the error class of a name, None where this version has none."""
+    return _CLASS_OF_NAME.get(name)
+
+
+def _tree(root: type[KvferryError]) -> dict[str, type[KvferryError]]:
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+_CLASS_OF_NAME = _tree(KvferryError)

@@ -21,6 +21,7 @@ from kvferry.proto.errors import (
     StaleError,
     TransferError,
     UnavailableError,
+    class_named,
 )
 from kvferry.proto.grpc_options import MAX_MESSAGE_BYTES
 
@@ -142,17 +143,7 @@ def error_from_status(status: str, details: str, encoded: bytes | None) -> Kvfer
             num_bytes, most = map(int, too_large.groups())
             return MessageTooLargeError(details, given=num_bytes, allowed=most)
         return fallback(details or "the call failed", given=status)
-    error_class = _CLASS_OF_NAME.get(str(plain.get("type")), fallback)
+    error_class = class_named(str(plain.get("type"))) or fallback
     return error_class(
         str(plain.get("message", details)), given=plain.get("given"), allowed=plain.get("allowed")
     )
-
-
-def _tree(root: type[KvferryError]) -> dict[str, type[KvferryError]]:
-    found = {root.__name__: root}
-    for child in root.__subclasses__():
-        found |= _tree(child)
-    return found
-
-
-_CLASS_OF_NAME = _tree(KvferryError)

@@ -11,6 +11,7 @@ from kvferry.proto.errors import (
     KvferryError,
     NotFoundError,
     SchemeMismatchError,
+    class_named,
 )
 
 GRPC_STATUS_NAMES = {
@@ -73,6 +74,15 @@ def test_the_tree_in_the_documentation_is_the_tree_in_the_code() -> None:
         if "── " in line
     }
     assert drawn | {"KvferryError"} == {cls.__name__ for cls in tree(KvferryError)}
+
+
+@every_error
+def test_an_error_is_found_by_the_name_of_its_class(cls: type[KvferryError]) -> None:
+    assert class_named(cls.__name__) is cls
+
+
+def test_a_name_that_no_error_has_stands_for_none() -> None:
+    assert class_named("Cancelled") is None
 
 
 def test_an_error_without_values_is_its_message() -> None:
