@@ -16,7 +16,7 @@ from tests.integration.transferring import assert_exactly_in_place, pull
 from tests.pulling import pull_blocks
 
 from kvferry.proto.ids import FIRST_GROUP, BlockId
-from kvferry.worker import bulk_server, transfer_client
+from kvferry.worker import bulk_connection, bulk_server, transfer_client
 from kvferry.worker.bulk_listener import BulkListener
 from kvferry.worker.bulk_wire import receive_frames
 from kvferry.worker.pull import BlockRun
@@ -84,7 +84,7 @@ def test_a_port_that_leads_elsewhere_is_told_and_grpc_carries_all(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     source, taker, address = pair
-    monkeypatch.setattr(transfer_client, "CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(bulk_connection, "CONNECT_TIMEOUT_S", 0.5)
     with elsewhere(answer) as port:
         monkeypatch.setattr(listener_of(source), "port", port)
         with caplog.at_level(logging.WARNING, "kvferry.worker.unusable_paths"):
@@ -153,14 +153,14 @@ def test_a_stream_that_has_been_stopped_stops_what_is_opened_afterwards(
         frozen.set()
         receive_frames(*arguments)
 
-    connect = transfer_client._connect
+    connect = bulk_connection._connect
 
     def slowly(*arguments: Any) -> socket.socket:
         cancel.set()
         time.sleep(0.2)
         return connect(*arguments)
 
-    monkeypatch.setattr(transfer_client, "_connect", slowly)
+    monkeypatch.setattr(bulk_connection, "_connect", slowly)
     monkeypatch.setattr(transfer_client, "receive_frames", after_the_watch)
     run = BlockRun(group_id=FIRST_GROUP, hashes=[hash_of(0)], block_ids=[BlockId(1)])
     started = time.monotonic()

@@ -15,6 +15,7 @@ from kvferry.worker.frames import Frame, Header
 from kvferry.worker.layout_pull import pull_loads
 from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.pull import PullOutcome
+from kvferry.worker.take_wire import TakeAsk
 from kvferry.worker.transfer_client import TransferClient
 from kvferry.worker.transfer_server import TransferServer
 from kvferry.worker.transfer_wire import FetchAsk, StoreAsk, WorkerDescription
@@ -53,6 +54,9 @@ class Occupied:
 
     def accept_store(self, parts: Iterator[StoreAsk | Frame]) -> int:
         return self._service.accept_store(parts)
+
+    def accept_take(self, ask: TakeAsk, *, timeout_s: float, cancel: threading.Event) -> int:
+        return self._service.accept_take(ask, timeout_s=timeout_s, cancel=cancel)
 
     def leave(self) -> None:
         """Let the first fetch end, and give its place back."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any, NoReturn, cast
 
@@ -9,17 +10,32 @@ import grpc
 from tests.fuzz.mutating import altered, damaged, disordered
 from tests.integration.transfer_peer import PeerService, content_of, fill, hash_of, new_worker
 
-from kvferry.proto.errors import BusyError
+from kvferry.proto.errors import BusyError, UnavailableError
 from kvferry.proto.grpc_status import ERROR_METADATA_KEY
-from kvferry.proto.ids import BlockHash, BlockId, GroupId, LeaseId
+from kvferry.proto.ids import (
+    FIRST_GROUP,
+    BlockHash,
+    BlockId,
+    GroupId,
+    InstanceId,
+    LeaseId,
+    pack_group,
+)
+from kvferry.proto.layout import Layout
+from kvferry.proto.step_messages import Source
 from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker.block_io import gather
 from kvferry.worker.checksum import checksum_of
+from kvferry.worker.destination import Destination
+from kvferry.worker.fetch_terms import FetchTerms, Peer
 from kvferry.worker.frame_wire import encode_frame
 from kvferry.worker.frames import Frame, Place, plan_frames
 from kvferry.worker.paths import this_place
 from kvferry.worker.selection import Selection, StridedRuns
+from kvferry.worker.take_wire import TakeAsk, make_take_ask, take_ask_to_proto
+from kvferry.worker.transfer_client import TransferClient
 from kvferry.worker.transfer_server import _Handlers
+from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import (
     FetchAsk,
     decode_reply,
@@ -51,6 +67,9 @@ class CallerContext:
         return 10.0
 
     def is_active(self) -> bool:
+        return True
+
+    def add_callback(self, _: Callable[[], None]) -> bool:
         return True
 
     def peer(self) -> str:
@@ -89,20 +108,43 @@ class Reserving:
         self.is_open = False
 
 
+class ClientOfOne(TransferClient):
+    """Reaches nobody but the worker at one address."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(paths=())
+        self._address = address
+
+    def fetch(
+        self,
+        peer: Peer,
+        ask: FetchAsk,
+        destination: Destination,
+        session: PullSession,
+        terms: FetchTerms,
+    ) -> None:
+        if peer.address != self._address:
+            raise UnavailableError("nobody answers", given=peer.address)
+        super().fetch(peer, ask, destination, session, terms)
+
+
 class Front:
     """The handlers of a worker that holds all of `HASHES`, and of one that takes stores."""
 
     def __init__(self) -> None:
         self.source = new_worker(1, **SIZES, paths=["shm"])
         fill(self.source)
-        self.source.serve()
+        address = self.source.serve()
         self.store = new_worker(1, **SIZES)
         self.reserving = Reserving()
         self.store.reserver = self.reserving
+        self.store._client.close()
+        self.store._client = ClientOfOne(address)
         self._fetching = _Handlers(self.source, None, MAX_TRANSFERS, 60.0)
         self._storing = _Handlers(self.store, None, MAX_TRANSFERS, 60.0)
         self._asks = [fetch_ask_to_proto(ask) for ask in fetch_asks(self.source)]
         self._stored = store_messages(self.store)
+        self._takes = [take_ask_to_proto(ask) for ask in take_asks(self.source, address)]
 
     def stop(self) -> None:
         self.source.stop()
@@ -138,6 +180,22 @@ class Front:
         )
         assert not self.reserving.is_open
 
+    def take(self, random: Random) -> None:
+        """Send one damaged Take; what the store holds afterwards is right."""
+        request = altered(random, random.choice(self._takes))
+        if random.random() < 0.5:
+            request = damaged(random, request)
+        answered(
+            lambda context: iter(
+                [self._storing._take(request, cast("grpc.ServicerContext", context))]
+            )
+        )
+        assert not self.reserving.is_open
+        (group,) = self.store.memory.groups
+        for block_hash, content in CONTENT.items():
+            held = self.store.residency.find(pack_group(block_hash, FIRST_GROUP))
+            assert held is None or gather(group, [Place(held.block_id, 0, 2)]) == content
+
     def describe(self, random: Random) -> None:
         request = damaged(random, b"\x0a\x01x")
         answered(
@@ -154,11 +212,13 @@ class Front:
             for _ in taken:
                 handlers._places.release()
         request = self._asks[0].SerializeToString()
+        take = self._takes[0].SerializeToString()
         context = cast("grpc.ServicerContext", CallerContext())
         parts = [decode_reply(reply) for reply in self._fetching._fetch(request, context)]
         assert b"".join(bytes(part.payload) for part in parts if isinstance(part, Frame)) == (
             b"".join(CONTENT.values())
         )
+        assert self._storing._take(take, context).num_stored == NUM_BLOCKS
         self.store.reused(BlockId(1 + index) for index in range(NUM_BLOCKS))
         assert self._storing._store(iter(self._stored), context).num_stored == NUM_BLOCKS
         (group,) = self.store.memory.groups
@@ -216,6 +276,24 @@ def fetch_asks(worker: PeerService) -> list[FetchAsk]:
             paths=("shm", "bulk"),
             place=this_place(),
         ),
+    ]
+
+
+def take_asks(worker: PeerService, address: str) -> list[TakeAsk]:
+    """Good asks of which the worker has everything, or a part; and one of other ranks."""
+    own = Source(
+        instance_id=InstanceId("source"),
+        incarnation=worker.incarnation,
+        layout=worker.memory.layout,
+        rank_addresses=(address,),
+    )
+    dealt = replace(own, layout=Layout(block_tokens=1, dcp=2), rank_addresses=(address,) * 2)
+    hashes = [*HASHES[1:3], hash_of(NUM_BLOCKS)]
+    return [
+        make_take_ask(
+            worker.identity, asked, group_id=FIRST_GROUP, first_block=first, source=source
+        )
+        for asked, first, source in ((HASHES, 0, own), (hashes, 1, own), (HASHES, 5, dealt))
     ]
 
 

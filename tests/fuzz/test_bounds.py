@@ -14,6 +14,7 @@ from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker import transfer_wire
 from kvferry.worker.frame_wire import MAX_ENVELOPE_BYTES, decode_envelope
 from kvferry.worker.frames import MAX_SEGMENTS, Geometry, plan_frames
+from kvferry.worker.take_wire import decode_take
 from kvferry.worker.transfer_wire import MAX_UNFRAMED_BYTES, decode_fetch, decode_reply
 
 LARGE = 60 << 20
@@ -29,6 +30,7 @@ def nested(number: int, data: bytes) -> bytes:
 
 
 EMPTY_RUNS = nested(9, b"\x2a\x00" * (LARGE // 2))
+EMPTY_ADDRESSES = nested(7, b"\x1a\x00" * (LARGE // 2))
 EMPTY_SEGMENTS = nested(2, b"\x0a\x00" * (LARGE // 2))
 EMPTY_SEGMENTS_OF_A_FRAME = nested(2, b"\x0a\x00" * MAX_ENVELOPE_BYTES + nested(3, b"payload"))
 
@@ -37,12 +39,13 @@ EMPTY_SEGMENTS_OF_A_FRAME = nested(2, b"\x0a\x00" * MAX_ENVELOPE_BYTES + nested(
     ("decode", "message", "error"),
     [
         (decode_fetch, EMPTY_RUNS, MessageTooLargeError),
+        (decode_take, EMPTY_ADDRESSES, MessageTooLargeError),
         (decode_reply, EMPTY_SEGMENTS, TransferError),
         (decode_reply, EMPTY_SEGMENTS_OF_A_FRAME, TransferError),
         (transfer_wire.decode_store_part, EMPTY_SEGMENTS, MessageTooLargeError),
         (transfer_wire.decode_store_part, EMPTY_SEGMENTS_OF_A_FRAME, TransferError),
     ],
-    ids=["runs", "reply", "framed reply", "store", "framed store"],
+    ids=["runs", "addresses", "reply", "framed reply", "store", "framed store"],
 )
 def test_messages_of_millions_of_empty_parts_are_refused_before_any_is_made(
     decode: Callable[[bytes], object], message: bytes, error: type[KvferryError]

@@ -25,10 +25,11 @@ Target = Callable[[Random], None]
 
 # How many of a hundred cases each gets.
 SHARE = {
-    "fetch": 20,
+    "fetch": 18,
     "put": 10,
+    "take": 4,
     "describe": 2,
-    "in_the_call": 20,
+    "in_the_call": 18,
     "from_memory": 8,
     "by_bulk": 12,
     "attach": 6,
@@ -48,6 +49,7 @@ def targets() -> Iterator[dict[str, Target]]:
     both: list[Target] = [
         front.fetch,
         front.put,
+        front.take,
         front.describe,
         receiver.in_the_call,
         receiver.from_memory,

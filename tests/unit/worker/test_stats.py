@@ -17,7 +17,7 @@ def test_every_direction_and_path_is_there_from_the_start() -> None:
     transfers = StatsCounter().read().transfers
     assert set(transfers) == {
         (direction, path)
-        for direction in ("served", "pulled", "stored")
+        for direction in ("served", "pulled", "stored", "taken")
         for path in ("grpc", "bulk", "shm")
     }
     assert set(map(repr, transfers.values())) == {repr(TransferCounts())}

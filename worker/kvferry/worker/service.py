@@ -17,6 +17,7 @@ from kvferry.proto.errors import (
 from kvferry.proto.identity import identity_from_cbor, require_equal_identities
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, Incarnation, LeaseId, pack_group
 from kvferry.proto.layout_text import layout_text
+from kvferry.proto.placement import shape_of
 from kvferry.proto.step_messages import Source
 from kvferry.worker.block_io import scatter
 from kvferry.worker.frames import BULK_FRAME_BYTES, DEFAULT_FRAME_BYTES, Frame, Header, SharedOffer
@@ -28,11 +29,14 @@ from kvferry.worker.memory_door import MemoryDoor
 from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.paths import ALL_PATHS, Path, this_place
 from kvferry.worker.pull import PullOutcome
+from kvferry.worker.reservations import Reserver
 from kvferry.worker.residency import Residency, Resident
 from kvferry.worker.served import served_of
 from kvferry.worker.source import find_prefix, read_frames
 from kvferry.worker.stats import StatsCounter, WorkerStats
-from kvferry.worker.store_sink import Reserver, accept_blocks
+from kvferry.worker.store_sink import accept_blocks
+from kvferry.worker.take_wire import TakeAsk
+from kvferry.worker.taking import require_takeable, take_blocks
 from kvferry.worker.transfer_client import TransferClient
 from kvferry.worker.transfer_server import TransferServer
 from kvferry.worker.transfer_session import PullSession
@@ -230,8 +234,7 @@ class WorkerService:
             TransferError: a frame that is corrupt, out of place or missing.
             KvferryError: the owner of the blocks refused.
         """
-        if self.reserver is None:
-            raise MismatchError("this worker takes no stores", allowed="a store instance")
+        reserver = self._require_reserver()
         ask = next(parts, None)
         if not isinstance(ask, StoreAsk):
             raise BadInputError("a store must begin with a header", given=type(ask).__name__)
@@ -245,10 +248,38 @@ class WorkerService:
                 session,
                 write=partial(scatter, group),
                 residency=self.residency,
-                reserver=self.reserver,
+                reserver=reserver,
             )
         finally:
             self.counter.add(num_checksum_failures=session.num_checksum_failures)
+
+    def accept_take(self, ask: TakeAsk, *, timeout_s: float, cancel: threading.Event) -> int:
+        """Fetch blocks from an instance of any layout; return the prefix of the hashes here now.
+
+        What the source lacks shortens the prefix and is no error.
+
+        Raises:
+            MismatchError: this worker takes no stores, or the source's blocks are not of its size.
+            IdentityMismatchError: another identity.
+            BadInputError: no such group, or a source whose ranks cannot hold the model.
+            DeadlineError: `timeout_s` seconds have passed, or `cancel` was set.
+            KvferryError: the owner of the blocks refused, or why the source gave less.
+        """
+        reserver = self._require_reserver()
+        self._require_same(ask)
+        shape = shape_of(self.identity, ask.group_id)
+        require_takeable(ask.source, self.memory.layout, shape)
+
+        def pull(loads: Sequence[GroupLoad]) -> PullOutcome:
+            return self.pull(
+                source=ask.source,
+                lease_id=LeaseId(""),
+                loads=loads,
+                timeout_s=timeout_s,
+                cancel=cancel,
+            )
+
+        return take_blocks(ask, pull=pull, reserver=reserver)
 
     def stats(self) -> WorkerStats:
         """Return what was moved and refused so far."""
@@ -274,7 +305,12 @@ class WorkerService:
             generations=tuple(resident.generation for resident in residents),
         )
 
-    def _require_same(self, ask: FetchAsk | StoreAsk) -> None:
+    def _require_reserver(self) -> Reserver:
+        if self.reserver is None:
+            raise MismatchError("this worker takes no stores", allowed="a store instance")
+        return self.reserver
+
+    def _require_same(self, ask: FetchAsk | StoreAsk | TakeAsk) -> None:
         if ask.identity_digest != self._identity_digest:
             if ask.identity_cbor:
                 theirs = identity_from_cbor(ask.identity_cbor)

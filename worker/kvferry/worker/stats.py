@@ -10,8 +10,11 @@ from typing import Literal, get_args
 from kvferry.worker.paths import ALL_PATHS, Path
 from kvferry.worker.pull import CANCELLED
 
-Direction = Literal["served", "pulled", "stored"]
-"""Seen from here: `served` to a peer that fetches, `pulled` from peers, `stored` by a client."""
+Direction = Literal["served", "pulled", "stored", "taken"]
+"""Seen from here: `served` to a peer that fetches, `pulled` from peers, `stored` by a client.
+
+`taken` is a call to take blocks; its bytes are counted where they are pulled.
+"""
 
 CountedPath = Literal["grpc"] | Path
 COUNTED_PATHS: tuple[CountedPath, ...] = ("grpc", *ALL_PATHS)
@@ -19,7 +22,7 @@ COUNTED_PATHS: tuple[CountedPath, ...] = ("grpc", *ALL_PATHS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferCounts:
-    """Transfers of one direction over one path; a transfer is one Fetch or Store call.
+    """Transfers of one direction over one path; a transfer is one call.
 
     `num_started` counts those in progress too; `seconds` is how long the others took, added up.
     `failures` counts those that ended before everything had moved, by reason: an error's class

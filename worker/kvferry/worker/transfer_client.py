@@ -1,19 +1,17 @@
-"""Calls to other workers: describe, fetch by whichever path is best, store."""
+"""Calls to other workers: describe, fetch by whichever path is best, store, take."""
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
 import grpc
 
-from kvferry.proto.credentials import Credentials, client_ssl_context
+from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import (
-    ConfigError,
     DeadlineError,
     KvferryError,
     NotFoundError,
@@ -22,16 +20,12 @@ from kvferry.proto.errors import (
 )
 from kvferry.proto.grpc_status import MAX_CALL_S
 from kvferry.proto.identity import Identity
+from kvferry.proto.ids import BlockHash, GroupId
+from kvferry.proto.step_messages import Source
 from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.block_io import pieces_of
-from kvferry.worker.bulk_wire import (
-    PROOF_BYTES,
-    SOCKET_BUFFER_BYTES,
-    proof_of,
-    receive_exactly,
-    receive_frames,
-    shut,
-)
+from kvferry.worker.bulk_connection import connected
+from kvferry.worker.bulk_wire import receive_frames
 from kvferry.worker.checksum import checksum_of
 from kvferry.worker.destination import Destination
 from kvferry.worker.fetch_terms import CancelledPullError, FetchTerms, Peer
@@ -45,6 +39,7 @@ from kvferry.worker.peer_memory import copy_frames, read_shared
 from kvferry.worker.pull import CANCELLED, BlockRun, receive, require_destinations
 from kvferry.worker.stall_watch import StallWatch
 from kvferry.worker.stats import CountedTransfer, StatsCounter
+from kvferry.worker.take_wire import make_take_ask, take_ask_to_proto
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import (
     FetchAsk,
@@ -61,8 +56,6 @@ from kvferry.worker.unusable_paths import PathUnusableError, UnusablePaths
 CANCEL_POLL_S = 0.02
 # A source that is alive sends something far sooner; one that is frozen keeps its connection.
 STALL_TIMEOUT_S = 5.0
-# Within a cluster it takes milliseconds; a wall that answers nothing costs so long.
-CONNECT_TIMEOUT_S = 1.5
 
 FETCH_METHOD = "/kvferry.transfer.v1.Transfer/Fetch"
 STORE_METHOD = "/kvferry.transfer.v1.Transfer/Store"
@@ -181,6 +174,44 @@ class TransferClient:
             reply = send(parts(), timeout=min(timeout_s, MAX_CALL_S))
         return reply.num_stored
 
+    def take(
+        self,
+        address: str,
+        *,
+        identity: Identity,
+        group_id: GroupId,
+        hashes: Sequence[BlockHash],
+        first_block: int,
+        source: Source,
+        timeout_s: float,
+    ) -> int:
+        """Have a store fetch blocks from `source` by itself; return how many it holds now.
+
+        The count is the length of a prefix of the hashes. What the source does not hold shortens
+        it and is no error.
+
+        Args:
+            address: the store's.
+            identity: what the blocks were computed under.
+            group_id: whose blocks.
+            hashes: consecutive ones of the sequence's chain.
+            first_block: which hash block of the sequence the first of them is.
+            source: who has them; its (virtual) blocks are hash blocks.
+            timeout_s: deadline in seconds, at most `MAX_CALL_S`.
+
+        Raises:
+            BadInputError: hashes of different sizes.
+            KvferryError: the store's refusal, why the source gave less, UnavailableError, or
+                DeadlineError.
+        """
+        ask = make_take_ask(
+            identity, hashes, group_id=group_id, first_block=first_block, source=source
+        )
+        with self._channels.lend(address) as channel:
+            stub = transfer_pb2_grpc.TransferStub(channel)
+            reply = stub.Take(take_ask_to_proto(ask), timeout=min(timeout_s, MAX_CALL_S))
+        return reply.num_stored
+
     def close(self) -> None:
         """Close all channels; calls under way end with UnavailableError."""
         self._channels.close()
@@ -233,7 +264,13 @@ class TransferClient:
             session.close()
         elif isinstance(first, Header) and isinstance(first.offer, BulkOffer):
             counted.over("bulk")
-            bulk = _connected(stream, first.offer, self._credentials)
+            bulk = connected(
+                stream.peer,
+                first.offer,
+                self._credentials,
+                stream.terms,
+                also_stop=stream.also_stop,
+            )
             _receive_bulk(bulk, stream, first, destination, session)
         else:
             messages = chain([] if first is None else [first], stream)
@@ -350,38 +387,3 @@ def _receive_bulk(
         if broken is not None:
             raise broken
     session.close()
-
-
-@contextmanager
-def _connected(
-    stream: _Stream, offer: BulkOffer, credentials: Credentials | None
-) -> Iterator[socket.socket]:
-    host = stream.peer.address.rpartition(":")[0].strip("[]")
-    with ExitStack() as open_until_the_end:
-        end_s = time.monotonic() + min(stream.terms.require_s(), CONNECT_TIMEOUT_S)
-        try:
-            connection = open_until_the_end.enter_context(
-                _connect(host, offer.port, credentials, end_s - time.monotonic())
-            )
-            stream.also_stop(lambda: shut(connection))
-            connection.sendall(offer.ticket)
-            if receive_exactly(connection, PROOF_BYTES, end_s) != proof_of(offer.ticket):
-                raise PathUnusableError("bulk", f"port {offer.port} does not lead to the holder")
-            # Blocking from here on: the watch ends it by shutting it down.
-            connection.settimeout(None)
-        except (OSError, ConfigError) as error:
-            stream.terms.require_s()
-            raise PathUnusableError("bulk", f"port {offer.port}: {error}") from error
-        yield connection
-
-
-def _connect(
-    host: str, port: int, credentials: Credentials | None, timeout_s: float
-) -> socket.socket:
-    """Return a socket that is plain, or speaks TLS where the call does."""
-    context = None if credentials is None else client_ssl_context(credentials)
-    connection = socket.create_connection((host, port), timeout=max(timeout_s, 0.001))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
-    if context is None or credentials is None:
-        return connection
-    return context.wrap_socket(connection, server_hostname=credentials.server_name)

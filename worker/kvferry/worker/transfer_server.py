@@ -28,6 +28,7 @@ from kvferry.worker.grpc_errors import abort_with, require_deadline
 from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.stall_watch import StallWatch
 from kvferry.worker.stats import CountedTransfer, StatsCounter
+from kvferry.worker.take_wire import TakeAsk, decode_take
 from kvferry.worker.transfer_wire import (
     FetchAsk,
     StoreAsk,
@@ -40,7 +41,7 @@ from kvferry.worker.transfer_wire import (
 
 _log = logging.getLogger(__name__)
 
-# One thread serves one call. A Fetch or Store beyond the limit is refused at once instead of
+# One thread serves one call. A Fetch, Store or Take beyond the limit is refused at once instead of
 # waiting unseen behind a slow one, by threads that are kept free for that, Describe and health.
 MAX_TRANSFERS = 16
 NUM_SPARE_THREADS = 4
@@ -64,6 +65,9 @@ class Transfers(Protocol):
     def accept_store(self, parts: Iterator[StoreAsk | Frame]) -> int:
         """Take a header, then frames; return the number of blocks that are here now."""
 
+    def accept_take(self, ask: TakeAsk, *, timeout_s: float, cancel: threading.Event) -> int:
+        """Fetch blocks from elsewhere; return the number of blocks that are here now."""
+
 
 class TransferServer:
     """A listening server from construction to `stop`.
@@ -76,7 +80,7 @@ class TransferServer:
         bulk: offer bulk sockets too, at a port of their own.
         credentials: speak TLS with these; None speaks plaintext.
         reflection: tell clients of the services and messages.
-        max_transfers: number of Fetch and Store calls at once.
+        max_transfers: number of Fetch, Store and Take calls at once.
         stall_s: seconds after which a Fetch or Store whose peer does nothing is ended.
 
     Raises:
@@ -157,6 +161,10 @@ class _Handlers:
                     self._store,
                     response_serializer=transfer_pb2.StoreReply.SerializeToString,
                 ),
+                "Take": grpc.unary_unary_rpc_method_handler(
+                    self._take,
+                    response_serializer=transfer_pb2.StoreReply.SerializeToString,
+                ),
             },
         )
 
@@ -222,9 +230,31 @@ class _Handlers:
         except Exception as error:
             abort_with(context, error)
 
+    def _take(self, request: bytes, context: grpc.ServicerContext) -> transfer_pb2.StoreReply:
+        try:
+            with self._service.counter.transfer("taken"), self._place(context):
+                ask, is_over = decode_take(request), threading.Event()
+                if not context.add_callback(is_over.set):
+                    is_over.set()
+                timeout_s = context.time_remaining() or 0.0
+                num_stored = self._service.accept_take(ask, timeout_s=timeout_s, cancel=is_over)
+            return transfer_pb2.StoreReply(num_stored=num_stored)
+        except Exception as error:
+            abort_with(context, error)
+
     @contextmanager
     def _admitted(self, context: grpc.ServicerContext) -> Iterator[StallWatch]:
-        """Hold one of the places for transfers, and end the call when its peer stalls.
+        """Hold a place, and end the call when its peer stalls; errors as `_place`."""
+        # Cancelling is all that another thread can do: it wakes the handler's own.
+        with (
+            self._place(context),
+            StallWatch(context.cancel, stall_s=self._stall_s, poll_s=self._stall_s / 10) as watch,
+        ):
+            yield watch
+
+    @contextmanager
+    def _place(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """Hold one of the places for transfers.
 
         Raises:
             BadInputError: no deadline, or one too far away.
@@ -238,11 +268,7 @@ class _Handlers:
                 allowed=self._max_transfers,
             )
         try:
-            # Cancelling is all that another thread can do: it wakes the handler's own.
-            with StallWatch(
-                context.cancel, stall_s=self._stall_s, poll_s=self._stall_s / 10
-            ) as watch:
-                yield watch
+            yield
         finally:
             self._places.release()
 

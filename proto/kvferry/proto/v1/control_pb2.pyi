@@ -332,7 +332,7 @@ class Held(google.protobuf.message.Message):
     leased_blocks: builtins.int
     """Each block counts once, however many leases keep it."""
     reservations: builtins.int
-    """Clients are storing into these; they are not findable yet."""
+    """Stores and takes write into these; they are not findable yet."""
     reserved_blocks: builtins.int
     loads: builtins.int
     """Blocks of peers are being pulled into these; they are not findable yet."""

@@ -17,6 +17,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import kvferry.proto.v1.control_pb2
 import sys
 import typing
 
@@ -531,8 +532,51 @@ class StoreRequest(google.protobuf.message.Message):
 Global___StoreRequest: typing_extensions.TypeAlias = StoreRequest
 
 @typing.final
+class TakeRequest(google.protobuf.message.Message):
+    """Which blocks are to be taken, and from whom."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IDENTITY_DIGEST_FIELD_NUMBER: builtins.int
+    IDENTITY_CBOR_FIELD_NUMBER: builtins.int
+    GROUP_ID_FIELD_NUMBER: builtins.int
+    HASH_BYTES_FIELD_NUMBER: builtins.int
+    HASHES_FIELD_NUMBER: builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    identity_digest: builtins.bytes
+    identity_cbor: builtins.bytes
+    group_id: builtins.int
+    hash_bytes: builtins.int
+    hashes: builtins.bytes
+    """Consecutive links of one chain, as in a Fetch."""
+    first_block: builtins.int
+    """Which hash block of the sequence the first of them is, from 0: a source that deals the tokens
+    of a sequence over its ranks has each token where its position says.
+    """
+    @property
+    def source(self) -> kvferry.proto.v1.control_pb2.Source:
+        """The instance that has them, in one life, and all of its ranks."""
+
+    def __init__(
+        self,
+        *,
+        identity_digest: builtins.bytes = ...,
+        identity_cbor: builtins.bytes = ...,
+        group_id: builtins.int = ...,
+        hash_bytes: builtins.int = ...,
+        hashes: builtins.bytes = ...,
+        first_block: builtins.int = ...,
+        source: kvferry.proto.v1.control_pb2.Source | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["first_block", b"first_block", "group_id", b"group_id", "hash_bytes", b"hash_bytes", "hashes", b"hashes", "identity_cbor", b"identity_cbor", "identity_digest", b"identity_digest", "source", b"source"]) -> None: ...
+
+Global___TakeRequest: typing_extensions.TypeAlias = TakeRequest
+
+@typing.final
 class StoreReply(google.protobuf.message.Message):
-    """The outcome of a Store."""
+    """The outcome of a Store or a Take."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

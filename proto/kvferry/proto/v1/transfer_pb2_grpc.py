@@ -50,6 +50,11 @@ class TransferStub(object):
                 request_serializer=kvferry_dot_proto_dot_v1_dot_transfer__pb2.StoreRequest.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_v1_dot_transfer__pb2.StoreReply.FromString,
                 _registered_method=True)
+        self.Take = channel.unary_unary(
+                '/kvferry.transfer.v1.Transfer/Take',
+                request_serializer=kvferry_dot_proto_dot_v1_dot_transfer__pb2.TakeRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_v1_dot_transfer__pb2.StoreReply.FromString,
+                _registered_method=True)
 
 
 class TransferServicer(object):
@@ -92,6 +97,24 @@ class TransferServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Take(self, request, context):
+        """Have this store fetch blocks from another instance's ranks by itself, whatever their layout, as
+        long as a (virtual) block there is a hash block too. What is here already is not fetched. What
+        the source does not hold (any more) is no error: num_stored is less then, also 0. Any other
+        failure is one, of the source too; what arrived whole and in order before it is kept. The end
+        of the call (a cancel, the deadline) ends the fetch.
+        INVALID_ARGUMENT     a malformed request, an unknown group, a layout that cannot hold the model
+        FAILED_PRECONDITION  another identity, here or at the source; this worker takes no stores; the
+        source's blocks are not hash blocks, or a rank is none of that layout
+        ABORTED              the source is in another life
+        DATA_LOSS            a frame of the source that is corrupt, out of place, or missing
+        RESOURCE_EXHAUSTED   no room, too many calls at once, or the source is busy
+        UNAVAILABLE, DEADLINE_EXCEEDED  the source does not answer, or sends nothing for too long
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TransferServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -108,6 +131,11 @@ def add_TransferServicer_to_server(servicer, server):
             'Store': grpc.stream_unary_rpc_method_handler(
                     servicer.Store,
                     request_deserializer=kvferry_dot_proto_dot_v1_dot_transfer__pb2.StoreRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_v1_dot_transfer__pb2.StoreReply.SerializeToString,
+            ),
+            'Take': grpc.unary_unary_rpc_method_handler(
+                    servicer.Take,
+                    request_deserializer=kvferry_dot_proto_dot_v1_dot_transfer__pb2.TakeRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_v1_dot_transfer__pb2.StoreReply.SerializeToString,
             ),
     }
@@ -192,6 +220,33 @@ class Transfer(object):
             target,
             '/kvferry.transfer.v1.Transfer/Store',
             kvferry_dot_proto_dot_v1_dot_transfer__pb2.StoreRequest.SerializeToString,
+            kvferry_dot_proto_dot_v1_dot_transfer__pb2.StoreReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Take(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.transfer.v1.Transfer/Take',
+            kvferry_dot_proto_dot_v1_dot_transfer__pb2.TakeRequest.SerializeToString,
             kvferry_dot_proto_dot_v1_dot_transfer__pb2.StoreReply.FromString,
             options,
             channel_credentials,

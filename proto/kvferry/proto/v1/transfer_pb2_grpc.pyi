@@ -81,7 +81,23 @@ _TransferStoreType = typing_extensions.TypeVar(
     ],
 )
 
-class TransferStub(typing.Generic[_TransferDescribeType, _TransferFetchType, _TransferStoreType]):
+_TransferTakeType = typing_extensions.TypeVar(
+    '_TransferTakeType',
+    grpc.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.transfer_pb2.TakeRequest,
+        kvferry.proto.v1.transfer_pb2.StoreReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.transfer_pb2.TakeRequest,
+        kvferry.proto.v1.transfer_pb2.StoreReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.transfer_pb2.TakeRequest,
+        kvferry.proto.v1.transfer_pb2.StoreReply,
+    ],
+)
+
+class TransferStub(typing.Generic[_TransferDescribeType, _TransferFetchType, _TransferStoreType, _TransferTakeType]):
     """Served by every worker."""
 
     @typing.overload
@@ -98,6 +114,10 @@ class TransferStub(typing.Generic[_TransferDescribeType, _TransferFetchType, _Tr
             kvferry.proto.v1.transfer_pb2.StoreRequest,
             kvferry.proto.v1.transfer_pb2.StoreReply,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            kvferry.proto.v1.transfer_pb2.TakeRequest,
+            kvferry.proto.v1.transfer_pb2.StoreReply,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -112,6 +132,10 @@ class TransferStub(typing.Generic[_TransferDescribeType, _TransferFetchType, _Tr
         ],
         grpc.aio.StreamUnaryMultiCallable[
             kvferry.proto.v1.transfer_pb2.StoreRequest,
+            kvferry.proto.v1.transfer_pb2.StoreReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            kvferry.proto.v1.transfer_pb2.TakeRequest,
             kvferry.proto.v1.transfer_pb2.StoreReply,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
@@ -142,6 +166,21 @@ class TransferStub(typing.Generic[_TransferDescribeType, _TransferFetchType, _Tr
       RESOURCE_EXHAUSTED   no room, or too many calls at once
     """
 
+    Take: _TransferTakeType
+    """Have this store fetch blocks from another instance's ranks by itself, whatever their layout, as
+    long as a (virtual) block there is a hash block too. What is here already is not fetched. What
+    the source does not hold (any more) is no error: num_stored is less then, also 0. Any other
+    failure is one, of the source too; what arrived whole and in order before it is kept. The end
+    of the call (a cancel, the deadline) ends the fetch.
+      INVALID_ARGUMENT     a malformed request, an unknown group, a layout that cannot hold the model
+      FAILED_PRECONDITION  another identity, here or at the source; this worker takes no stores; the
+                           source's blocks are not hash blocks, or a rank is none of that layout
+      ABORTED              the source is in another life
+      DATA_LOSS            a frame of the source that is corrupt, out of place, or missing
+      RESOURCE_EXHAUSTED   no room, too many calls at once, or the source is busy
+      UNAVAILABLE, DEADLINE_EXCEEDED  the source does not answer, or sends nothing for too long
+    """
+
 TransferAsyncStub: typing_extensions.TypeAlias = TransferStub[
     grpc.aio.UnaryUnaryMultiCallable[
         kvferry.proto.v1.transfer_pb2.DescribeRequest,
@@ -153,6 +192,10 @@ TransferAsyncStub: typing_extensions.TypeAlias = TransferStub[
     ],
     grpc.aio.StreamUnaryMultiCallable[
         kvferry.proto.v1.transfer_pb2.StoreRequest,
+        kvferry.proto.v1.transfer_pb2.StoreReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.transfer_pb2.TakeRequest,
         kvferry.proto.v1.transfer_pb2.StoreReply,
     ],
 ]
@@ -199,6 +242,26 @@ class TransferServicer(metaclass=abc.ABCMeta):
           FAILED_PRECONDITION  another identity, or this worker takes no stores
           DATA_LOSS            a frame that is corrupt, out of place, or missing
           RESOURCE_EXHAUSTED   no room, or too many calls at once
+        """
+
+    @abc.abstractmethod
+    def Take(
+        self,
+        request: kvferry.proto.v1.transfer_pb2.TakeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvferry.proto.v1.transfer_pb2.StoreReply, collections.abc.Awaitable[kvferry.proto.v1.transfer_pb2.StoreReply]]:
+        """Have this store fetch blocks from another instance's ranks by itself, whatever their layout, as
+        long as a (virtual) block there is a hash block too. What is here already is not fetched. What
+        the source does not hold (any more) is no error: num_stored is less then, also 0. Any other
+        failure is one, of the source too; what arrived whole and in order before it is kept. The end
+        of the call (a cancel, the deadline) ends the fetch.
+          INVALID_ARGUMENT     a malformed request, an unknown group, a layout that cannot hold the model
+          FAILED_PRECONDITION  another identity, here or at the source; this worker takes no stores; the
+                               source's blocks are not hash blocks, or a rank is none of that layout
+          ABORTED              the source is in another life
+          DATA_LOSS            a frame of the source that is corrupt, out of place, or missing
+          RESOURCE_EXHAUSTED   no room, too many calls at once, or the source is busy
+          UNAVAILABLE, DEADLINE_EXCEEDED  the source does not answer, or sends nothing for too long
         """
 
 def add_TransferServicer_to_server(servicer: TransferServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
