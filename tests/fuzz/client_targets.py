@@ -16,7 +16,7 @@ from kvferry.proto.errors import KvferryError
 from kvferry.proto.grpc_status import encode_error, error_from_status
 from kvferry.proto.ids import FIRST_GROUP, BlockId, Incarnation, LeaseId
 from kvferry.proto.v1 import transfer_pb2
-from kvferry.worker import peer_memory, transfer_client
+from kvferry.worker import bulk_connection, peer_memory
 from kvferry.worker.block_destination import BlockDestination
 from kvferry.worker.block_io import gather
 from kvferry.worker.bulk_wire import _PREFIX, _TRAILER, proof_of
@@ -189,7 +189,7 @@ class Receiver:
         with ExitStack() as far:
             connect = _connecting(bulk, far)
             try:
-                with patch.object(transfer_client, "_connect", connect):
+                with patch.object(bulk_connection, "_connect", connect):
                     self._client._receive(stream, destination, session, counted)
             except (KvferryError, PathUnusableError) as error:
                 return session.num_complete, error
