@@ -24,6 +24,7 @@ from kvferry.proto.messages import (
     Located,
     RegisterInstance,
     Reply,
+    ResetIdentity,
     expect,
 )
 from kvferry.proto.placement import KvShape
@@ -131,6 +132,10 @@ class TakingStore:
         command = Locate(identity_digest=self.identity.digest(), hashes=tuple(hashes))
         (holder,) = expect(self.coordinator.call(command), Located).holders
         return holder.num_hashes
+
+    def reset(self) -> None:
+        digest = self.identity.digest()
+        self.coordinator.call(ResetIdentity(call_id="reset", identity_digest=digest))
 
     def status(self) -> InstanceStatus:
         (status,) = expect(self.coordinator.call(Describe()), Description).instances

@@ -207,10 +207,10 @@ def test_without_room_nothing_is_fetched() -> None:
     with taking_store(STORE) as store:
         assert store.worker.reserver is not None
         others = [BlockHash(bytes([number]) * 32) for number in range(4)]
-        reservation_id, _ = store.worker.reserver.reserve(FIRST_GROUP, others)
+        reserved = store.worker.reserver.reserve(FIRST_GROUP, others)
         with pytest.raises(BusyError, match="no room"):
             store.take()
-        store.worker.reserver.end(reservation_id, 0)
+        store.worker.reserver.end(reserved.reservation_id, 0)
         store.assert_holds([])
         assert store.worker.stats().of("pulled").num_started == 0
         assert store.take() == 5
@@ -279,6 +279,21 @@ def test_a_take_whose_caller_leaves_ends_and_gives_its_blocks_back() -> None:
         assert store.has_ended.wait(10.0)
         silence.over.set()
         store.assert_holds([], only=False)
+
+
+def test_what_is_taken_while_the_identity_is_reset_is_not_kept() -> None:
+    with taking_store(STORE) as store, ThreadPoolExecutor(1) as thread:
+        silence = Silence(store)
+        taking = thread.submit(store.take)
+        assert silence.begun.wait(10.0)
+        store.reset()
+        silence.over.set()
+        with pytest.raises(StaleError, match="was reset"):
+            taking.result(10.0)
+        assert (store.num_findable(store.chain), store.status().num_cached_blocks) == (0, 0)
+        store.assert_nothing_is_kept()
+        assert store.take() == 5
+        store.assert_holds([5, 4, 3, 2, 1])
 
 
 def request_of(store: TakingStore) -> transfer_pb2.TakeRequest:

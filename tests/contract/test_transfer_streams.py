@@ -19,6 +19,7 @@ from kvferry.proto.grpc_status import MAX_CALL_S
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, LeaseId
 from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.grpc_errors import error_of_call
+from kvferry.worker.reservations import Reservation
 from kvferry.worker.transfer_server import SERVICE_NAME, TransferServer
 from kvferry.worker.transfer_wire import (
     encode_store_header,
@@ -38,11 +39,10 @@ class CountingReserver:
         self.ended: list[int] = []
         self.reserved = threading.Event()
 
-    def reserve(
-        self, group_id: GroupId, hashes: Sequence[BlockHash]
-    ) -> tuple[LeaseId, Sequence[BlockId | None]]:
+    def reserve(self, group_id: GroupId, hashes: Sequence[BlockHash]) -> Reservation:
         self.reserved.set()
-        return LeaseId("r1"), [BlockId(i) for i in range(1, len(hashes) + 1)]
+        block_ids = [BlockId(i) for i in range(1, len(hashes) + 1)]
+        return Reservation(reservation_id=LeaseId("r1"), block_ids=block_ids)
 
     def end(self, reservation_id: LeaseId, num_written: int) -> None:
         self.ended.append(num_written)

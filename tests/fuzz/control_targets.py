@@ -14,7 +14,15 @@ from kvferry.proto.errors import KvferryError
 from kvferry.proto.grpc_status import decode_message
 from kvferry.proto.ids import BlockHash, Epoch, Incarnation, InstanceId, LeaseId, RequestId
 from kvferry.proto.layout import Layout
-from kvferry.proto.messages import AcquireLease, Holder, Leased, Locate, Located, RenewLease
+from kvferry.proto.messages import (
+    AcquireLease,
+    Holder,
+    Leased,
+    Locate,
+    Located,
+    RenewLease,
+    ResetIdentity,
+)
 from kvferry.proto.packed_messages import pack_command, unpack_command
 from kvferry.proto.step_messages import AdmitAsk, Progress, Release, RunningAsk, Source, Step
 
@@ -39,6 +47,7 @@ _STEP = Step(
 
 _LOCATE = Locate(identity_digest=DIGEST, hashes=HASHES)
 _RENEW = RenewLease(call_id="c", lease_id=LeaseId("l"), ttl_s=1.0)
+_RESET = ResetIdentity(call_id="c", identity_digest=DIGEST)
 _LEASE = AcquireLease(
     call_id="c",
     identity_digest=DIGEST,
@@ -65,6 +74,7 @@ _MESSAGES: tuple[tuple[Message, Callable[[Any], object]], ...] = (
     (codec.locate_to_pb(_LOCATE), codec.locate_from_pb),
     (codec.acquire_lease_to_pb(_LEASE), codec.acquire_lease_from_pb),
     (codec.renew_lease_to_pb(_RENEW), codec.renew_lease_from_pb),
+    (codec.reset_to_pb(_RESET), codec.reset_from_pb),
     (codec.located_to_pb(_LOCATED), codec.located_from_pb),
     (codec.leased_to_pb(_LEASED), codec.leased_from_pb),
 )

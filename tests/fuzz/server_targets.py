@@ -9,8 +9,9 @@ from typing import Any, NoReturn, cast
 import grpc
 from tests.fuzz.mutating import altered, damaged, disordered
 from tests.integration.transfer_peer import PeerService, content_of, fill, hash_of, new_worker
+from tests.tampering import as_received
 
-from kvferry.proto.errors import BusyError, UnavailableError
+from kvferry.proto.errors import BusyError, NotFoundError, UnavailableError
 from kvferry.proto.grpc_status import ERROR_METADATA_KEY
 from kvferry.proto.ids import (
     FIRST_GROUP,
@@ -31,6 +32,8 @@ from kvferry.worker.fetch_terms import FetchTerms, Peer
 from kvferry.worker.frame_wire import encode_frame
 from kvferry.worker.frames import Frame, Place, plan_frames
 from kvferry.worker.paths import this_place
+from kvferry.worker.pull import receive
+from kvferry.worker.reservations import Reservation
 from kvferry.worker.selection import Selection, StridedRuns
 from kvferry.worker.take_wire import TakeAsk, make_take_ask, take_ask_to_proto
 from kvferry.worker.transfer_client import TransferClient
@@ -51,6 +54,8 @@ BLOCK_BYTES = 2 * 16 * 8
 HASHES = [hash_of(index) for index in range(NUM_BLOCKS)]
 CONTENT = {block_hash: content_of(index, BLOCK_BYTES) for index, block_hash in enumerate(HASHES)}
 MAX_TRANSFERS = 2
+ADDRESS = "127.0.0.1:1"
+"""Of the worker that holds everything, to those that are told to take from it."""
 
 
 class RefusedError(Exception):
@@ -95,25 +100,24 @@ class Reserving:
     def __init__(self) -> None:
         self.is_open = False
 
-    def reserve(
-        self, group_id: GroupId, hashes: Sequence[BlockHash]
-    ) -> tuple[LeaseId, Sequence[BlockId | None]]:
+    def reserve(self, group_id: GroupId, hashes: Sequence[BlockHash]) -> Reservation:
         assert not self.is_open, "the reservation before this one was not ended"
         if len(hashes) > NUM_BLOCKS:
             raise BusyError("no room", given=len(hashes), allowed=NUM_BLOCKS)
         self.is_open = True
-        return LeaseId("r"), [BlockId(1 + index) for index in range(len(hashes))]
+        block_ids = [BlockId(1 + index) for index in range(len(hashes))]
+        return Reservation(reservation_id=LeaseId("r"), block_ids=block_ids)
 
     def end(self, reservation_id: LeaseId, num_written: int) -> None:
         self.is_open = False
 
 
 class ClientOfOne(TransferClient):
-    """Reaches nobody but the worker at one address."""
+    """Reaches nobody but one worker, without a network."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, source: PeerService) -> None:
         super().__init__(paths=())
-        self._address = address
+        self._source = source
 
     def fetch(
         self,
@@ -123,9 +127,12 @@ class ClientOfOne(TransferClient):
         session: PullSession,
         terms: FetchTerms,
     ) -> None:
-        if peer.address != self._address:
+        if peer.address != ADDRESS:
             raise UnavailableError("nobody answers", given=peer.address)
-        super().fetch(peer, ask, destination, session, terms)
+        messages = as_received(self._source.open_fetch(ask))
+        receive(messages, session, lambda one: destination.write(one.segments, one.payload))
+        if session.num_found < session.num_asked:
+            raise NotFoundError("holds only the first", given=session.num_found)
 
 
 class Front:
@@ -134,17 +141,17 @@ class Front:
     def __init__(self) -> None:
         self.source = new_worker(1, **SIZES, paths=["shm"])
         fill(self.source)
-        address = self.source.serve()
+        self.source.serve()
         self.store = new_worker(1, **SIZES)
         self.reserving = Reserving()
         self.store.reserver = self.reserving
         self.store._client.close()
-        self.store._client = ClientOfOne(address)
+        self.store._client = ClientOfOne(self.source)
         self._fetching = _Handlers(self.source, None, MAX_TRANSFERS, 60.0)
         self._storing = _Handlers(self.store, None, MAX_TRANSFERS, 60.0)
         self._asks = [fetch_ask_to_proto(ask) for ask in fetch_asks(self.source)]
         self._stored = store_messages(self.store)
-        self._takes = [take_ask_to_proto(ask) for ask in take_asks(self.source, address)]
+        self._takes = [take_ask_to_proto(ask) for ask in take_asks(self.source)]
 
     def stop(self) -> None:
         self.source.stop()
@@ -279,15 +286,15 @@ def fetch_asks(worker: PeerService) -> list[FetchAsk]:
     ]
 
 
-def take_asks(worker: PeerService, address: str) -> list[TakeAsk]:
+def take_asks(worker: PeerService) -> list[TakeAsk]:
     """Good asks of which the worker has everything, or a part; and one of other ranks."""
     own = Source(
         instance_id=InstanceId("source"),
         incarnation=worker.incarnation,
         layout=worker.memory.layout,
-        rank_addresses=(address,),
+        rank_addresses=(ADDRESS,),
     )
-    dealt = replace(own, layout=Layout(block_tokens=1, dcp=2), rank_addresses=(address,) * 2)
+    dealt = replace(own, layout=Layout(block_tokens=1, dcp=2), rank_addresses=(ADDRESS,) * 2)
     hashes = [*HASHES[1:3], hash_of(NUM_BLOCKS)]
     return [
         make_take_ask(

@@ -35,12 +35,14 @@ from kvferry.proto.messages import (
     Describe,
     Description,
     Done,
+    Forgotten,
     Leased,
     Locate,
     Located,
     ReleaseLease,
     RenewLease,
     Reply,
+    ResetIdentity,
     Tick,
 )
 from kvferry.proto.v1 import control_pb2 as pb
@@ -98,6 +100,7 @@ def refusing(error: Exception) -> Callable[[Command], Reply]:
             Leased(lease_id=LeaseId("l"), source=None, num_hashes=2, ttl_s=2.5),
         ),
         (ReleaseLease(call_id="c", lease_id=LeaseId("l")), Done(changed=True)),
+        (ResetIdentity(call_id="c", identity_digest=DIGEST), Forgotten(num_blocks=7)),
     ],
 )
 def test_each_command_arrives_as_it_was_and_so_does_its_reply(
@@ -110,7 +113,7 @@ def test_each_command_arrives_as_it_was_and_so_does_its_reply(
         return reply
 
     assert serve(call).call(command) == reply
-    if isinstance(command, AcquireLease | RenewLease | ReleaseLease):
+    if isinstance(command, AcquireLease | RenewLease | ReleaseLease | ResetIdentity):
         # An outsider's ids are marked, so that they never meet an engine's or the router's.
         command = replace(command, call_id=f"client/{command.call_id}")
     assert arrived == [command]
@@ -234,7 +237,7 @@ def call_raw(address: str, method: str, request: bytes, timeout_s: float | None 
 
 
 @pytest.mark.parametrize(
-    "method", ["Describe", "Locate", "AcquireLease", "RenewLease", "ReleaseLease"]
+    "method", ["Describe", "Locate", "AcquireLease", "RenewLease", "ReleaseLease", "Reset"]
 )
 def test_bytes_that_are_no_message_are_the_callers_fault(
     serve: Serve, method: str, caplog: pytest.LogCaptureFixture

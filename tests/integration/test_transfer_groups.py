@@ -20,6 +20,7 @@ from kvferry.worker.frames import Geometry, Header
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.pull import BlockRun, PullOutcome
+from kvferry.worker.reservations import Reservation
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_client import TransferClient
 from kvferry.worker.transfer_wire import FetchAsk, make_fetch_ask, make_store_ask
@@ -252,12 +253,11 @@ class GroupReserver:
     def __init__(self) -> None:
         self.reserved: list[tuple[GroupId, int]] = []
 
-    def reserve(
-        self, group_id: GroupId, hashes: Sequence[BlockHash]
-    ) -> tuple[LeaseId, Sequence[BlockId | None]]:
+    def reserve(self, group_id: GroupId, hashes: Sequence[BlockHash]) -> Reservation:
         first = 1 + sum(num_blocks for _, num_blocks in self.reserved)
         self.reserved.append((group_id, len(hashes)))
-        return LeaseId("r1"), [BlockId(first + i) for i in range(len(hashes))]
+        block_ids = [BlockId(first + i) for i in range(len(hashes))]
+        return Reservation(reservation_id=LeaseId("r1"), block_ids=block_ids)
 
     def end(self, reservation_id: LeaseId, num_written: int) -> None:
         pass

@@ -26,6 +26,7 @@ from kvferry.worker.frames import Frame, Header, Place
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.paths import ALL_PATHS, Path
+from kvferry.worker.reservations import Reservation
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_wire import FetchAsk
 
@@ -118,10 +119,9 @@ class PeerService(WorkerService):
 class FirstBlocks:
     """Reserves blocks 1, 2, 3 ... for one store."""
 
-    def reserve(
-        self, group_id: GroupId, hashes: Sequence[BlockHash]
-    ) -> tuple[LeaseId, Sequence[BlockId | None]]:
-        return LeaseId("r1"), [BlockId(i) for i in range(1, len(hashes) + 1)]
+    def reserve(self, group_id: GroupId, hashes: Sequence[BlockHash]) -> Reservation:
+        block_ids = [BlockId(i) for i in range(1, len(hashes) + 1)]
+        return Reservation(reservation_id=LeaseId("r1"), block_ids=block_ids)
 
     def end(self, reservation_id: LeaseId, num_written: int) -> None:
         print(f"{reservation_id} ended with {num_written}", file=sys.stderr)

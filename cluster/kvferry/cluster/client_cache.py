@@ -2,23 +2,23 @@
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 
-from kvferry.cluster.client_lease import Lease, acquire_lease
+from kvferry.cluster.client_deadline import Deadline
+from kvferry.cluster.client_lease import RELEASE_TIMEOUT_S, Lease, acquire_lease, new_call_id
 from kvferry.cluster.client_staging import Staging, require_layers, require_writable
-from kvferry.cluster.control_client import ControlClient, require_timeout
-from kvferry.proto.errors import DeadlineError, KvferryError, NotFoundError, TransferError
+from kvferry.cluster.control_client import ControlClient
+from kvferry.proto.errors import KvferryError, NotFoundError, TransferError
 from kvferry.proto.extra_keys import NO_KEYS, RequestKeys
 from kvferry.proto.group_specs import specs_of, takes_partial_loads
 from kvferry.proto.hashing import hash_tokens
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import BlockHash, GroupId, InstanceId, LeaseId
-from kvferry.proto.messages import Holder, Locate, Located
+from kvferry.proto.messages import Forgotten, Holder, Locate, Located, ResetIdentity
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import Source
 from kvferry.worker.group_load import group_load
@@ -113,7 +113,8 @@ class ModelCache:
 
         Of a holder that fails, others that hold as much are asked while time is left; the log
         says why. What nobody gave shortens the prefix: with several groups of layers, or a window
-        or a chunk, to nothing, so that 0 comes back although blocks were written.
+        or a chunk, to nothing, so that 0 comes back although blocks were written. Nor does what was
+        fetched count unless the coordinator says at the end that no reset came in between.
 
         Args:
             token_ids: the prompt.
@@ -127,13 +128,13 @@ class ModelCache:
             BadInputError: `into` has a wrong number of layers, shape or dtype, or cannot be written
                 to; or `timeout_s` is out of range.
         """
-        deadline = _Deadline(self._control.timeout_s if timeout_s is None else timeout_s)
+        deadline = Deadline(self._control.timeout_s if timeout_s is None else timeout_s)
         hashes = self._hashes(token_ids, keys)
         require_layers(into, self.identity, num_tokens=self._num_tokens(hashes), who="into")
         require_writable(into, who="into")
         if not hashes:
             return 0
-        with self._lease(hashes, deadline.require_s(), deadline.require_s()) as lease:
+        with self._lease_until(deadline, hashes) as lease:
             wanted = hashes[: lease.num_blocks]
             num_tokens = self._pull(lease, wanted, into, deadline)
             failed = lease.source
@@ -146,7 +147,7 @@ class ModelCache:
         return num_tokens
 
     def _others(
-        self, hashes: tuple[BlockHash, ...], failed: Source, deadline: "_Deadline"
+        self, hashes: tuple[BlockHash, ...], failed: Source, deadline: Deadline
     ) -> list[Source]:
         """Return who else holds all of the blocks, as far as there is time to ask."""
         if not deadline.left_s():
@@ -163,12 +164,11 @@ class ModelCache:
         source: Source,
         hashes: Sequence[BlockHash],
         into: Sequence[torch.Tensor],
-        deadline: "_Deadline",
+        deadline: Deadline,
     ) -> int:
         """Pull from another holder; the bytes of a hash are the same everywhere."""
         try:
-            left_s = deadline.require_s()
-            with self._lease(hashes, left_s, left_s, source.instance_id) as lease:
+            with self._lease_until(deadline, hashes, source.instance_id) as lease:
                 return self._pull(lease, hashes[: lease.num_blocks], into, deadline)
         except KvferryError as error:
             _log.warning("%s gave nothing either: %s", source.instance_id, error)
@@ -207,7 +207,7 @@ class ModelCache:
             NotFoundError: no such instance of this identity, or none at all.
             BusyError, MismatchError ...: no instance took a block; the preferred one's refusal.
         """
-        deadline = _Deadline(self._control.timeout_s if timeout_s is None else timeout_s)
+        deadline = Deadline(self._control.timeout_s if timeout_s is None else timeout_s)
         hashes = self._hashes(token_ids, keys)
         require_layers(layers, self.identity, num_tokens=self._num_tokens(hashes), who="layers")
         if not hashes:
@@ -227,12 +227,33 @@ class ModelCache:
             allowed=[holder.source.instance_id for holder in holders],
         )
 
+    def reset(self) -> int:
+        """Let nothing be found again that stores hold of this identity; return how many blocks.
+
+        What is being stored, taken or fetched from them now comes to nothing. Instances that
+        compute keep what they have. What somebody computed before and stores after it is not known
+        to be old: for other weights, use an identity of their own.
+        """
+        command = ResetIdentity(call_id=new_call_id(), identity_digest=self._digest)
+        return self._control.ask(command, Forgotten).num_blocks
+
     def _pull(
         self,
         lease: Lease,
         hashes: Sequence[BlockHash],
         into: Sequence[torch.Tensor],
-        deadline: "_Deadline",
+        deadline: Deadline,
+    ) -> int:
+        """Return the tokens that are in place, 0 if the lease has not lasted: they may be old."""
+        num_tokens = self._pull_groups(lease, hashes, into, deadline)
+        return num_tokens if num_tokens and lease.has_lasted() else 0
+
+    def _pull_groups(
+        self,
+        lease: Lease,
+        hashes: Sequence[BlockHash],
+        into: Sequence[torch.Tensor],
+        deadline: Deadline,
     ) -> int:
         if lease.source is None:
             return 0
@@ -272,7 +293,7 @@ class ModelCache:
         target: Source,
         hashes: Sequence[BlockHash],
         layers: Sequence[torch.Tensor],
-        deadline: "_Deadline",
+        deadline: Deadline,
     ) -> int:
         """Return the number of blocks `target` holds; raise if it took none of what it lacks."""
         staging = self._staging(len(hashes))
@@ -280,9 +301,7 @@ class ModelCache:
         with ExitStack() as leases:
 
             def keep() -> int:
-                lease = self._lease(
-                    hashes, deadline.require_s(), deadline.require_s(), target.instance_id
-                )
+                lease = self._lease_until(deadline, hashes, target.instance_id)
                 return leases.enter_context(lease).num_blocks
 
             num_before = num_held = keep()
@@ -329,6 +348,16 @@ class ModelCache:
         command = Locate(identity_digest=self._digest, hashes=hashes)
         return self._control.ask(command, Located, timeout_s).holders
 
+    def _lease_until(
+        self,
+        deadline: Deadline,
+        hashes: Sequence[BlockHash],
+        instance_id: InstanceId | None = None,
+    ) -> Lease:
+        """Keep a prefix for as long as a call may take; giving it back comes after the deadline."""
+        left_s = deadline.require_s()
+        return self._lease(hashes, left_s + RELEASE_TIMEOUT_S, left_s, instance_id)
+
     def _lease(
         self,
         hashes: Sequence[BlockHash],
@@ -345,29 +374,6 @@ class ModelCache:
             timeout_s=timeout_s,
             instance_id=instance_id,
         )
-
-
-class _Deadline:
-    """A moment after which nothing is waited for."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = require_timeout(timeout_s)
-        self._end_s = time.monotonic() + self._timeout_s
-
-    def left_s(self) -> float:
-        """Return the seconds left; 0 ends every call at once with DeadlineError."""
-        return max(0.0, self._end_s - time.monotonic())
-
-    def require_s(self) -> float:
-        """Return the seconds left, for what cannot be asked for 0 seconds.
-
-        Raises:
-            DeadlineError: none are left.
-        """
-        left_s = self.left_s()
-        if not left_s:
-            raise DeadlineError("the call's time is over", allowed=f"{self._timeout_s} s")
-        return left_s
 
 
 def _takers(holders: Sequence[Holder], instance_id: str | None) -> list[Source]:

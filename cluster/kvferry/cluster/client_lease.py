@@ -32,7 +32,7 @@ def acquire_lease(
         UnavailableError, DeadlineError: the coordinator does not answer.
     """
     command = AcquireLease(
-        call_id=_call_id(),
+        call_id=new_call_id(),
         identity_digest=identity_digest,
         hashes=tuple(hashes),
         ttl_s=ttl_s,
@@ -64,7 +64,7 @@ class Lease:
 
     @property
     def lease_id(self) -> LeaseId | None:
-        """The service's name for it, None when nothing is kept."""
+        """The service's name for it, None when nothing is kept (any more)."""
         return self._lease_id
 
     def renew(self, ttl_s: float) -> float:
@@ -77,7 +77,7 @@ class Lease:
         """
         if self._lease_id is None:
             raise NotFoundError("this lease keeps nothing", allowed="a lease of at least one block")
-        command = RenewLease(call_id=_call_id(), lease_id=self._lease_id, ttl_s=ttl_s)
+        command = RenewLease(call_id=new_call_id(), lease_id=self._lease_id, ttl_s=ttl_s)
         return self._control.ask(command, Leased).ttl_s
 
     def release(self) -> bool:
@@ -88,9 +88,21 @@ class Lease:
         """
         if self._lease_id is None:
             return False
-        command = ReleaseLease(call_id=_call_id(), lease_id=self._lease_id)
-        return self._control.ask(command, Done, RELEASE_TIMEOUT_S).changed
+        command = ReleaseLease(call_id=new_call_id(), lease_id=self._lease_id)
+        was_live = self._control.ask(command, Done, RELEASE_TIMEOUT_S).changed
+        self._lease_id = None
+        return was_live
+
+    def has_lasted(self) -> bool:
+        """Give it back; tell whether the service says that it kept its blocks until now.
+
+        After a reset it has not, and what was fetched under it may be old.
+        """
+        with suppress(UnavailableError, DeadlineError):
+            return self.release()
+        return False
 
 
-def _call_id() -> str:
+def new_call_id() -> str:
+    """Return an id that no call has had."""
     return uuid.uuid4().hex

@@ -5,10 +5,11 @@ Only the commands of clients travel this way; engines have `coordinator_client.p
 
 import re
 from numbers import Real
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from kvferry.cluster.grpc_control import ControlConnection
 from kvferry.proto import control_codec as codec
+from kvferry.proto import description_codec
 from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import (
     BadInputError,
@@ -19,12 +20,14 @@ from kvferry.proto.errors import (
 from kvferry.proto.grpc_status import MAX_CALL_S
 from kvferry.proto.messages import (
     AcquireLease,
+    ClientCommand,
     Command,
     Describe,
     Locate,
     ReleaseLease,
     RenewLease,
     Reply,
+    ResetIdentity,
     expect,
 )
 from kvferry.proto.v1 import control_pb2 as pb
@@ -136,7 +139,7 @@ def _exchange(stub: control_pb2_grpc.ControlStub, command: Command, timeout: flo
     match command:
         case Describe():
             description = stub.Describe(pb.DescribeRequest(), timeout=timeout)
-            return codec.description_from_pb(description)
+            return description_codec.description_from_pb(description)
         case Locate():
             located = stub.Locate(codec.locate_to_pb(command), timeout=timeout)
             return codec.located_from_pb(located)
@@ -149,8 +152,11 @@ def _exchange(stub: control_pb2_grpc.ControlStub, command: Command, timeout: flo
         case ReleaseLease():
             done = stub.ReleaseLease(codec.release_lease_to_pb(command), timeout=timeout)
             return codec.done_from_pb(done)
+        case ResetIdentity():
+            forgotten = stub.Reset(codec.reset_to_pb(command), timeout=timeout)
+            return codec.forgotten_from_pb(forgotten)
     raise BadInputError(
         "this command does not travel over the control front",
         given=type(command).__name__,
-        allowed=["Describe", "Locate", "AcquireLease", "RenewLease", "ReleaseLease"],
+        allowed=[kind.__name__ for kind in get_args(ClientCommand)],
     )

@@ -329,14 +329,11 @@ class BlockPool:
             self.sampler.evicted([b for b in known if self._hashes.carried[b] is not None])
         self._forget(list(known))
 
-    def reset(self) -> bool:
-        """Forget every hash, and tell whether that was done: not while a block is in use."""
-        if self.num_used_blocks:
-            return False
+    def forget_all(self) -> None:
+        """Forget every hash; blocks stay with their owners."""
         self._hashes = BlockHashes(self.num_blocks)
         if self.record_events:
             self._events.append(Cleared())
-        return True
 
     def take_events(self) -> list[PoolEvent]:
         """Return what changed in the index since the last call, in order."""

@@ -252,12 +252,19 @@ class CacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forget every hash, and tell whether that was done: not while a block is in use."""
-        done = self.pool.reset()
-        if done:
-            self._stats.reset = True
-            if self.pool.sampler is not None:
-                self.pool.sampler.forget()
-        return done
+        if self.pool.num_used_blocks:
+            return False
+        self.forget_all()
+        return True
+
+    def forget_all(self) -> int:
+        """Forget every hash, of blocks in use too, and return how many blocks had one."""
+        num_cached = self.pool.num_cached_blocks
+        self.pool.forget_all()
+        self._stats.reset = True
+        if self.pool.sampler is not None:
+            self.pool.sampler.forget()
+        return num_cached
 
     def take_stats(self) -> PrefixCacheStats:
         """Return the statistics since the last call."""

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvferry.proto import control_codec as codec
+from kvferry.proto import description_codec
 from kvferry.proto.bind import join_address, require_safe_bind
 from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import (
@@ -32,12 +33,14 @@ from kvferry.proto.messages import (
     Describe,
     Description,
     Done,
+    Forgotten,
     InstanceCommand,
     Leased,
     Located,
     ReleaseLease,
     RenewLease,
     Reply,
+    ResetIdentity,
     expect,
 )
 from kvferry.proto.packed_messages import SCHEMA, pack_reply, unpack_command
@@ -119,6 +122,7 @@ class _Handlers:
             "AcquireLease": self._acquire_lease,
             "RenewLease": self._renew_lease,
             "ReleaseLease": self._release_lease,
+            "Reset": self._reset,
             "Execute": self._execute,
         }
         return grpc.method_handlers_generic_handler(
@@ -131,7 +135,7 @@ class _Handlers:
 
     def _describe(self, request: bytes) -> pb.DescribeReply:
         decode_message(pb.DescribeRequest, request)
-        return codec.description_to_pb(expect(self._call(Describe()), Description))
+        return description_codec.description_to_pb(expect(self._call(Describe()), Description))
 
     def _locate(self, request: bytes) -> pb.LocateReply:
         command = codec.locate_from_pb(decode_message(pb.LocateRequest, request))
@@ -148,6 +152,10 @@ class _Handlers:
     def _release_lease(self, request: bytes) -> pb.DoneReply:
         command = codec.release_lease_from_pb(decode_message(pb.ReleaseLeaseRequest, request))
         return codec.done_to_pb(expect(self._call(_as_clients(command)), Done))
+
+    def _reset(self, request: bytes) -> pb.ResetReply:
+        command = codec.reset_from_pb(decode_message(pb.ResetRequest, request))
+        return codec.forgotten_to_pb(expect(self._call(_as_clients(command)), Forgotten))
 
     def _execute(self, request: bytes) -> pb.ExecuteReply:
         message = decode_message(pb.ExecuteRequest, request)
@@ -167,7 +175,7 @@ class _Handlers:
         return pb.ExecuteReply(reply=pack_reply(self._call(command)))
 
 
-_C = TypeVar("_C", AcquireLease, RenewLease, ReleaseLease)
+_C = TypeVar("_C", AcquireLease, RenewLease, ReleaseLease, ResetIdentity)
 
 
 def _as_clients(command: _C) -> _C:

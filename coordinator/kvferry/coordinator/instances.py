@@ -62,13 +62,15 @@ class Reservation:
     """Destination blocks of content that a client is about to store.
 
     `block_ids[i]` is None where the instance holds `hashes[i]` already; those holders are `kept`
-    in place, so that the prefix is whole when the rest has arrived.
+    in place, so that the prefix is whole when the rest has arrived. `num_resets` are those of the
+    instance when it was made: after another one it is of no use.
     """
 
     group_id: GroupId
     hashes: tuple[BlockHash, ...]
     block_ids: tuple[BlockId | None, ...]
     kept: tuple[BlockId, ...]
+    num_resets: int
 
 
 class Instance:
@@ -115,6 +117,7 @@ class Instance:
         self.loads: dict[RequestId, LoadInFlight] = {}
         self.followers: dict[RequestId, Follower] = {}
         self.reservations: dict[LeaseId, Reservation] = {}
+        self.num_resets = 0
 
     @property
     def source(self) -> Source:

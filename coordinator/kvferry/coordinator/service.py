@@ -14,6 +14,7 @@ from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.leases import Lease, require_ttl
 from kvferry.coordinator.pool_events import Cleared, PoolEvent
 from kvferry.coordinator.registration import check_registration, require_same_member
+from kvferry.coordinator.resetting import reset_identity
 from kvferry.coordinator.state import InstanceEvents, ServiceState
 from kvferry.coordinator.step import apply_step
 from kvferry.coordinator.storing import end_reservation, reserve
@@ -46,6 +47,7 @@ from kvferry.proto.messages import (
     RenewLease,
     Reply,
     Reserve,
+    ResetIdentity,
     Tick,
 )
 from kvferry.proto.scheme import HashScheme
@@ -171,7 +173,7 @@ class CoordinatorService:
                 return self._membership(command)
             case AcquireLease() | RenewLease() | ReleaseLease():
                 return self._lease(command, now)
-            case Reserve() | EndReservation():
+            case Reserve() | EndReservation() | ResetIdentity():
                 return self._store(command)
             case OpenHandoff() | CloseHandoff():
                 return self._handoff(command, now)
@@ -250,7 +252,9 @@ class CoordinatorService:
         instance = self._live(command)
         return apply_step(self.state, instance, command, now=now, step_lease_s=self._step_lease_s)
 
-    def _store(self, command: Reserve | EndReservation) -> Reply:
+    def _store(self, command: Reserve | EndReservation | ResetIdentity) -> Reply:
+        if isinstance(command, ResetIdentity):
+            return reset_identity(self.state, command)
         instance = self._live(command)
         if isinstance(command, Reserve):
             return reserve(self.state, instance, command)

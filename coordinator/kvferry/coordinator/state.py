@@ -38,6 +38,7 @@ COUNTERS = (
     "handoffs_failed",
     "handoffs_expired",
     "handoffs_without_taker",
+    "resets",
     "ignored_messages",
 )
 

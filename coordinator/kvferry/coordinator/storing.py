@@ -66,12 +66,15 @@ def reserve(state: ServiceState, instance: Instance, command: Reserve) -> Reserv
         hashes=command.hashes,
         block_ids=block_ids,
         kept=tuple(kept),
+        num_resets=instance.num_resets,
     )
-    return Reserved(reservation_id=reservation_id, block_ids=block_ids)
+    return Reserved(
+        reservation_id=reservation_id, block_ids=block_ids, num_resets=instance.num_resets
+    )
 
 
 def end_reservation(instance: Instance, command: EndReservation) -> Done:
-    """Make what was written findable and give all blocks back.
+    """Make what was written findable, unless there was a reset, and give all blocks back.
 
     Raises:
         NotFoundError: no such reservation at this instance (or it has ended).
@@ -88,7 +91,9 @@ def end_reservation(instance: Instance, command: EndReservation) -> Done:
     del instance.reservations[command.reservation_id]
     pool = instance.manager.pool
     reserved = [NULL_BLOCK if block is None else block for block in reservation.block_ids]
-    for start, end in _runs_of_reserved(reservation.block_ids[: command.num_written]):
+    is_good = reservation.num_resets == instance.num_resets
+    num_kept = command.num_written if is_good else 0
+    for start, end in _runs_of_reserved(reservation.block_ids[:num_kept]):
         pool.cache_full_blocks(
             reservation.hashes,
             reserved,
@@ -99,7 +104,7 @@ def end_reservation(instance: Instance, command: EndReservation) -> Done:
             origin=instance.manager.groups[reservation.group_id].origin,
         )
     pool.free_blocks(reversed([*reservation.kept, *reserved]))
-    return Done(changed=True)
+    return Done(changed=is_good)
 
 
 def _runs_of_reserved(block_ids: Sequence[BlockId | None]) -> Iterator[tuple[int, int]]:

@@ -198,15 +198,23 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """Destination blocks, owned by the reservation until `EndReservation`."""
+    """Destination blocks, owned by the reservation until `EndReservation`.
+
+    `num_resets`: how often the instance has been reset in this life of the coordinator. What its
+    workers wrote under a smaller number is to be forgotten.
+    """
 
     reservation_id: LeaseId
     block_ids: tuple[BlockId | None, ...]
+    num_resets: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndReservation:
-    """The writer is closed. The first `num_written` hashes become findable, the rest is freed."""
+    """The writer is closed. The first `num_written` hashes become findable, the rest is freed.
+
+    If the identity was reset meanwhile, nothing becomes findable (`Done.changed` is False).
+    """
 
     call_id: str
     epoch: Epoch
@@ -233,6 +241,25 @@ class CloseHandoff:
 
     call_id: str
     request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResetIdentity:
+    """Let nothing be found again that the identity's stores hold, or are being given now.
+
+    Leases on it end; what is being stored or taken does not become findable. Of stores only:
+    instances that compute keep what they have, and what they still bring from a store.
+    """
+
+    call_id: str
+    identity_digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forgotten:
+    """How many blocks could be found until now."""
+
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,9 +311,9 @@ class Tick:
 
 
 InstanceCommand = RegisterInstance | RemoveInstance | Step | Reserve | EndReservation
-ClientCommand = Locate | AcquireLease | RenewLease | ReleaseLease | Describe
+ClientCommand = Describe | Locate | AcquireLease | RenewLease | ReleaseLease | ResetIdentity
 Command = InstanceCommand | ClientCommand | OpenHandoff | CloseHandoff | Tick
-Reply = Registered | Done | StepReply | Located | Leased | Reserved | Description
+Reply = Registered | Done | StepReply | Located | Leased | Reserved | Forgotten | Description
 _R = TypeVar("_R")
 
 

@@ -29,6 +29,7 @@ from kvferry.proto.messages import (
     Done,
     Effect,
     EndReservation,
+    Forgotten,
     InstanceInfo,
     Leased,
     Locate,
@@ -39,6 +40,7 @@ from kvferry.proto.messages import (
     Reply,
     Reserve,
     Reserved,
+    ResetIdentity,
 )
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import (
@@ -263,6 +265,12 @@ class Fleet:
             num_written=num_written,
         )
         return self.ask(command, Done).changed
+
+    def reset(self, identity: Identity | None = None) -> int:
+        """Reset an identity, the fleet's own by default; return how many blocks are forgotten."""
+        digest = (identity or self.identity).digest()
+        command = ResetIdentity(call_id=self.call_id(), identity_digest=digest)
+        return self.ask(command, Forgotten).num_blocks
 
     def open_handoff(self, request: str, prefill: str, decode: str, ttl_s: float = 30.0) -> None:
         self.send(

@@ -117,14 +117,15 @@ def test_an_unknown_block_stops_an_eviction_where_it_stands() -> None:
     assert pool.ref_count(BlockId(2)) == 1
 
 
-def test_a_reset_is_refused_while_a_block_is_in_use() -> None:
+def test_forgetting_all_hashes_leaves_blocks_with_their_owners_and_in_their_order() -> None:
     pool = cached_pool()
-    assert not pool.reset()
-    assert pool.num_keys == 3
+    pool.touch([BlockId(2)])
     pool.free_blocks([BlockId(3), BlockId(2), BlockId(1)])
     order = list(pool.free_order())
-    assert pool.reset()
+    pool.forget_all()
     assert (pool.num_keys, pool.take_events()) == (0, [Cleared()])
-    assert list(pool.free_order()) == order
+    assert (pool.ref_count(BlockId(2)), list(pool.free_order())) == (1, order)
+    pool.free_blocks([BlockId(2)])
+    assert pool.num_free_blocks == 5
     pool.get_new_blocks(5)
     assert pool.take_events() == []

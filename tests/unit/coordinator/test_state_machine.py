@@ -1,4 +1,4 @@
-"""Random lives of three small instances; everything is checked after every command."""
+"""Random lives of three small instances and a store; all is checked after every command."""
 
 import contextlib
 from collections import Counter
@@ -17,6 +17,7 @@ from kvferry.proto.ids import InstanceId, LeaseId, RequestId
 from kvferry.proto.messages import ReleaseLease, RenewLease, Tick
 
 NAMES = ("a", "b", "c")
+STORE = "store"
 NUM_BLOCKS = 7
 TEXTS = ("", "x", "xy", "xyz", "xyzw", "pq")
 names = st.sampled_from(NAMES)
@@ -58,6 +59,7 @@ class ServiceMachine(RuleBasedStateMachine):
     def all_are_there_and_one_is_warm(self) -> None:
         for name in NAMES:
             self._register(name)
+        self.fleet.register(STORE, num_blocks=self.num_blocks, role="store", max_model_len=0)
         self.fleet.cache("a", "xyz")
 
     @rule(
@@ -106,20 +108,30 @@ class ServiceMachine(RuleBasedStateMachine):
                 assert lease_id not in self._live_leases()
 
     @rule(
-        name=names,
+        name=st.sampled_from([*NAMES, STORE]),
         text=texts,
         written=st.integers(0, 4),
         end=st.booleans(),
         number=st.integers(0, 3),
     )
     def store(self, name: str, text: str, written: int, end: bool, number: int) -> None:
-        if self.lives[name] == 1 and self.covers[name] == 1:
+        if name == STORE or (self.lives[name] == 1 and self.covers[name] == 1):
             # A pool that is too full refuses and, as the checks show, changes nothing.
             with contextlib.suppress(BusyError):
                 reserved = self.fleet.reserve(name, text, number % len(self.identity.groups))
                 self.reservations.append((name, reserved.reservation_id, len(text)))
         if end and self.reservations:
             self._end_reservation(written)
+
+    @rule(texts=st.lists(texts, max_size=2))
+    def reset(self, texts: list[str]) -> None:
+        before = [self.fleet.reserve(STORE, text) for text in texts if self._fits(text)]
+        self.fleet.reset()
+        for reserved in before:
+            num_blocks = len(reserved.block_ids)
+            assert not self.fleet.end_reservation(STORE, reserved.reservation_id, num_blocks)
+        manager = self.fleet.service.state.instances[InstanceId(STORE)].manager
+        assert manager.pool.num_cached_blocks == 0
 
     @rule(prefill=names, decode=names, number=st.integers(0, 3), close=st.booleans())
     def hand_over(self, prefill: str, decode: str, number: int, close: bool) -> None:
@@ -192,6 +204,7 @@ class ServiceMachine(RuleBasedStateMachine):
             assert engine.is_idle
         self.fleet.now += 100.0
         self.fleet.send(Tick())
+        assert self.fleet.num_free(STORE) == self.num_blocks - 1
         for name in self.engines:
             assert self.fleet.num_free(name) == self.num_blocks - 1
             stats = self.fleet.stats(name)
@@ -222,6 +235,9 @@ class ServiceMachine(RuleBasedStateMachine):
     def _end_reservation(self, written: int) -> None:
         name, reservation_id, size = self.reservations.pop(0)
         self.fleet.end_reservation(name, reservation_id, min(written, size))
+
+    def _fits(self, text: str) -> bool:
+        return self.fleet.num_free(STORE) >= len(text)
 
     def _live_leases(self) -> list[LeaseId]:
         return [lease.lease_id for lease in self.fleet.service.state.leases.live()]

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tests.builders import make_identity, make_info
 
 from kvferry.proto import control_codec as codec
+from kvferry.proto import description_codec
 from kvferry.proto.errors import BadInputError, ConfigError
 from kvferry.proto.ids import BlockHash, Epoch, Incarnation, InstanceId, LeaseId
 from kvferry.proto.instance_stats import Held, Histogram, InstanceStats, Residency, TokenCounts
@@ -14,6 +15,7 @@ from kvferry.proto.messages import (
     AcquireLease,
     Description,
     Done,
+    Forgotten,
     Holder,
     InstanceStatus,
     KvEventsPlace,
@@ -22,6 +24,7 @@ from kvferry.proto.messages import (
     Located,
     ReleaseLease,
     RenewLease,
+    ResetIdentity,
 )
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import Source
@@ -82,12 +85,14 @@ def test_commands_survive_the_wire(
     )
     renew = RenewLease(call_id=call_id, lease_id=LeaseId(name), ttl_s=ttl_s)
     release = ReleaseLease(call_id=call_id, lease_id=LeaseId(name))
+    reset = ResetIdentity(call_id=call_id, identity_digest=digest)
 
     assert codec.locate_from_pb(codec.locate_to_pb(locate)) == locate
     assert codec.acquire_lease_from_pb(codec.acquire_lease_to_pb(anywhere)) == anywhere
     assert codec.acquire_lease_from_pb(codec.acquire_lease_to_pb(somewhere)) == somewhere
     assert codec.renew_lease_from_pb(codec.renew_lease_to_pb(renew)) == renew
     assert codec.release_lease_from_pb(codec.release_lease_to_pb(release)) == release
+    assert codec.reset_from_pb(codec.reset_to_pb(reset)) == reset
 
 
 @settings(deadline=None, max_examples=50)
@@ -121,6 +126,8 @@ def test_replies_survive_the_wire(
     assert codec.leased_from_pb(codec.leased_to_pb(leased)) == leased
     assert codec.leased_from_pb(codec.leased_to_pb(nothing)) == nothing
     assert codec.done_from_pb(codec.done_to_pb(Done(changed=changed))) == Done(changed=changed)
+    forgotten = Forgotten(num_blocks=num_hashes)
+    assert codec.forgotten_from_pb(codec.forgotten_to_pb(forgotten)) == forgotten
 
 
 def test_a_description_keeps_every_field() -> None:
@@ -177,11 +184,10 @@ def test_a_description_keeps_every_field() -> None:
         counters={"preemptions": 7, "steps": 0},
     )
 
-    message = codec.description_to_pb(description)
+    message = description_codec.description_to_pb(description)
 
-    assert codec.description_from_pb(pb.DescribeReply.FromString(message.SerializeToString())) == (
-        description
-    )
+    travelled = pb.DescribeReply.FromString(message.SerializeToString())
+    assert description_codec.description_from_pb(travelled) == description
 
 
 def test_hashes_of_mixed_or_unknown_size_are_refused() -> None:
@@ -207,6 +213,8 @@ def test_a_request_without_its_names_is_refused() -> None:
         codec.renew_lease_from_pb(pb.RenewLeaseRequest(call_id="c", ttl_s=1.0))
     with pytest.raises(BadInputError, match="wrong size; given: 31; allowed: 32"):
         codec.locate_from_pb(pb.LocateRequest(identity_digest=b"d" * 31))
+    with pytest.raises(BadInputError, match="identity_digest has the wrong size"):
+        codec.reset_from_pb(pb.ResetRequest(call_id="c"))
 
 
 def test_an_unknown_role_or_algorithm_is_refused_by_name() -> None:

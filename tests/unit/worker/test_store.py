@@ -1,6 +1,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 from tests.builders import make_identity
@@ -16,6 +17,7 @@ from kvferry.proto.errors import (
     KvferryError,
     MismatchError,
     NotFoundError,
+    StaleError,
     TransferError,
     UnavailableError,
 )
@@ -29,6 +31,7 @@ from kvferry.proto.ids import (
     Incarnation,
     InstanceId,
     LeaseId,
+    pack_group,
 )
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved
@@ -38,6 +41,8 @@ from kvferry.worker.coordinator_reserver import END_ATTEMPTS, END_PAUSE_S, Coord
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Place, plan_frames
 from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.reservations import Reservation
+from kvferry.worker.residency import NO_FENCE, Fence
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_wire import StoreAsk, make_store_ask
 
@@ -49,11 +54,11 @@ class FakeReserver:
     def __init__(self, block_ids: Sequence[int | None]) -> None:
         self._block_ids = block_ids
         self.ended: list[tuple[LeaseId, int]] = []
+        self.fence = NO_FENCE
 
-    def reserve(
-        self, group_id: GroupId, hashes: Sequence[BlockHash]
-    ) -> tuple[LeaseId, Sequence[BlockId | None]]:
-        return LeaseId("r1"), [None if i is None else BlockId(i) for i in self._block_ids]
+    def reserve(self, group_id: GroupId, hashes: Sequence[BlockHash]) -> Reservation:
+        block_ids = [None if i is None else BlockId(i) for i in self._block_ids]
+        return Reservation(reservation_id=LeaseId("r1"), block_ids=block_ids, fence=self.fence)
 
     def end(self, reservation_id: LeaseId, num_written: int) -> None:
         self.ended.append((reservation_id, num_written))
@@ -245,7 +250,7 @@ class FakeCoordinator:
 def reserving(command: Command) -> Reply:
     if isinstance(command, Reserve):
         block_ids = tuple(BlockId(i + 1) for i in range(len(command.hashes)))
-        return Reserved(reservation_id=LeaseId("r9"), block_ids=block_ids)
+        return Reserved(reservation_id=LeaseId("r9"), block_ids=block_ids, num_resets=5)
     return Done(changed=True)
 
 
@@ -261,7 +266,11 @@ def new_reserver(coordinator: FakeCoordinator) -> CoordinatorReserver:
 def test_reservations_are_asked_of_the_coordinator_in_the_instances_life() -> None:
     coordinator = FakeCoordinator(reserving)
     reserver = new_reserver(coordinator)
-    assert reserver.reserve(GroupId(2), HASHES) == ("r9", (1, 2, 3))
+    assert reserver.reserve(GroupId(2), HASHES) == Reservation(
+        reservation_id=LeaseId("r9"),
+        block_ids=(BlockId(1), BlockId(2), BlockId(3)),
+        fence=Fence(3, 5),
+    )
     reserver.end(LeaseId("r9"), 2)
     life = {"epoch": 3, "instance_id": "store-0", "incarnation": 7}
     reserve, end = coordinator.commands
@@ -272,6 +281,33 @@ def test_reservations_are_asked_of_the_coordinator_in_the_instances_life() -> No
     assert (reserve.group_id, reserve.hashes) == (2, HASHES)
     assert (end.reservation_id, end.num_written) == ("r9", 2)
     assert reserve.call_id != end.call_id
+
+
+def test_an_end_after_a_reset_says_that_nothing_is_kept() -> None:
+    reserver = new_reserver(FakeCoordinator(lambda _: Done(changed=False)))
+    with pytest.raises(StaleError, match="was reset while this was written"):
+        reserver.end(LeaseId("r9"), 2)
+
+
+def test_after_a_reset_only_what_is_written_for_it_is_resident() -> None:
+    service = new_service()
+    service.reserver = before = FakeReserver([1, 2, 3])
+    assert service.accept_store(iter(parts(service))) == 3
+    old = iter(parts(service))
+
+    def reset_meanwhile() -> Iterator[StoreAsk | Frame]:
+        yield from islice(old, 2)
+        service.reserver = after = FakeReserver([4, None, None])
+        after.fence = Fence(1, 1)
+        assert service.accept_store(iter(parts(service))) == 3
+        yield from old
+
+    before.fence = Fence(1, 0)
+    assert service.accept_store(reset_meanwhile()) == 3
+    assert resident_blocks(service) == 1
+    found = service.residency.find(pack_group(HASHES[0], FIRST_GROUP))
+    assert found is not None
+    assert found.block_id == 4
 
 
 def test_an_end_is_repeated_under_its_call_id_until_it_is_answered(

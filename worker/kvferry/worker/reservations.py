@@ -8,16 +8,28 @@ from typing import Protocol
 
 from kvferry.proto.errors import InvariantError, KvferryError
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, LeaseId
+from kvferry.worker.residency import NO_FENCE, Fence, Residency
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Reservation:
+    """One block per hash, None where it is here already, and resets until then (`fence`).
+
+    `num_written` is for whoever writes: so many of the first hashes are here by now.
+    """
+
+    reservation_id: LeaseId
+    block_ids: Sequence[BlockId | None]
+    fence: Fence = NO_FENCE
+    num_written: int = 0
 
 
 class Reserver(Protocol):
     """Whoever owns this worker's blocks."""
 
-    def reserve(
-        self, group_id: GroupId, hashes: Sequence[BlockHash]
-    ) -> tuple[LeaseId, Sequence[BlockId | None]]:
+    def reserve(self, group_id: GroupId, hashes: Sequence[BlockHash]) -> Reservation:
         """Return a reservation with one block of the group per hash, None where it is here already.
 
         Raises:
@@ -28,46 +40,41 @@ class Reserver(Protocol):
         """Say that the writer is closed and the first `num_written` hashes are completely here.
 
         Raises:
+            StaleError: a reset came in between; nothing of it is kept.
             KvferryError: the owner refuses, or does not answer however often it is told.
         """
 
 
-@dataclass(slots=True)
-class OpenReservation:
-    """One block per hash, None where it is here already.
-
-    `num_written` is for whoever writes: so many of the first hashes are here by now.
-    """
-
-    block_ids: Sequence[BlockId | None]
-    num_written: int = 0
-
-
 @contextmanager
 def reserving(
-    reserver: Reserver, group_id: GroupId, hashes: Sequence[BlockHash]
-) -> Iterator[OpenReservation]:
+    reserver: Reserver, residency: Residency, group_id: GroupId, hashes: Sequence[BlockHash]
+) -> Iterator[Reservation]:
     """Reserve a block for each hash that is not here; end the reservation whatever happens.
 
-    The writer must be closed when the `with` is left. An error passes on even if the end fails
-    after it: it is what the caller must hear.
+    The blocks hold nothing from then on. The writer must be closed when the `with` is left. An
+    error passes on even if the end fails after it: it is what the caller must hear.
 
     Raises:
         InvariantError: the owner gave another number of blocks.
         KvferryError: what the reserver raised.
     """
-    reservation_id, block_ids = reserver.reserve(group_id, hashes)
-    reservation = OpenReservation(block_ids)
+    reservation = reserver.reserve(group_id, hashes)
     try:
-        if len(block_ids) != len(hashes):
+        if len(reservation.block_ids) != len(hashes):
             raise InvariantError(
-                "a reservation of a wrong size", given=len(block_ids), allowed=len(hashes)
+                "a reservation of a wrong size",
+                given=len(reservation.block_ids),
+                allowed=len(hashes),
             )
+        residency.raise_fence(reservation.fence)
+        residency.mark_reused(block for block in reservation.block_ids if block is not None)
         yield reservation
     except BaseException:
         try:
-            reserver.end(reservation_id, reservation.num_written)
+            reserver.end(reservation.reservation_id, reservation.num_written)
         except KvferryError:
-            _log.exception("reservation %s was not ended; its blocks are lost", reservation_id)
+            _log.exception(
+                "reservation %s was not ended as it should be", reservation.reservation_id
+            )
         raise
-    reserver.end(reservation_id, reservation.num_written)
+    reserver.end(reservation.reservation_id, reservation.num_written)

@@ -6,7 +6,7 @@ from kvferry.proto.errors import TransferError
 from kvferry.proto.ids import pack_group
 from kvferry.worker.frames import Frame, Header, Place
 from kvferry.worker.pull import receive
-from kvferry.worker.reservations import OpenReservation, Reserver, reserving
+from kvferry.worker.reservations import Reservation, Reserver, reserving
 from kvferry.worker.residency import Residency
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import StoreAsk
@@ -35,7 +35,7 @@ def accept_blocks(
         KvferryError: what the reserver raised.
     """
     session.open(Header(incarnation=0, num_found=len(ask.hashes), geometry=ask.geometry))
-    with reserving(reserver, ask.group_id, ask.hashes) as reservation:
+    with reserving(reserver, residency, ask.group_id, ask.hashes) as reservation:
         block_ids = reservation.block_ids
 
         def place(frame: Frame) -> None:
@@ -46,7 +46,6 @@ def accept_blocks(
                     where = Place(block_id, segment.layer_start, segment.layer_end)
                     write([where], payload[segment.offset : segment.offset + segment.length])
 
-        residency.mark_reused(block_id for block_id in block_ids if block_id is not None)
         try:
             receive(_frames(parts), session, place)
         finally:
@@ -54,15 +53,15 @@ def accept_blocks(
     return reservation.num_written
 
 
-def _keep(
-    ask: StoreAsk, reservation: OpenReservation, num_complete: int, residency: Residency
-) -> None:
+def _keep(ask: StoreAsk, reservation: Reservation, num_complete: int, residency: Residency) -> None:
+    blocks = zip(ask.hashes[:num_complete], reservation.block_ids[:num_complete], strict=True)
     residency.mark_written(
-        (pack_group(block_hash, ask.group_id), block_id)
-        for block_hash, block_id in zip(
-            ask.hashes[:num_complete], reservation.block_ids[:num_complete], strict=True
-        )
-        if block_id is not None
+        (
+            (pack_group(block_hash, ask.group_id), block_id)
+            for block_hash, block_id in blocks
+            if block_id is not None
+        ),
+        reservation.fence,
     )
     reservation.num_written = num_complete
 

@@ -18,13 +18,14 @@ from kvferry.proto.step_messages import Source
 from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.pull import CANCELLED, PullOutcome
 from kvferry.worker.reservations import Reserver, reserving
+from kvferry.worker.residency import Fence, Residency
 from kvferry.worker.take_wire import TakeAsk
 
 # More than any engine has; a plan looks at each of them.
 MAX_SOURCE_RANKS = 4096
 
-Pull = Callable[[Sequence[GroupLoad]], PullOutcome]
-"""Fills the loads in order, until one fails, and makes what came whole resident here."""
+Pull = Callable[[Sequence[GroupLoad], Fence], PullOutcome]
+"""Fills the loads in order, until one fails, and makes what came whole resident for a fence."""
 
 
 def require_takeable(source: Source, own: Layout, shape: KvShape) -> None:
@@ -52,7 +53,7 @@ def require_takeable(source: Source, own: Layout, shape: KvShape) -> None:
     holdings(source.layout, shape)
 
 
-def take_blocks(ask: TakeAsk, *, pull: Pull, reserver: Reserver) -> int:
+def take_blocks(ask: TakeAsk, *, pull: Pull, residency: Residency, reserver: Reserver) -> int:
     """Pull the asked blocks that are not here into reserved ones; return how many are here now.
 
     The count is the length of a prefix of the hashes. Whatever ends the pull, blocks that came
@@ -62,9 +63,10 @@ def take_blocks(ask: TakeAsk, *, pull: Pull, reserver: Reserver) -> int:
         DeadlineError: the caller left, or its deadline has passed.
         KvferryError: why the source gave less, what the reserver raised, or as the pull.
     """
-    with reserving(reserver, ask.group_id, ask.hashes) as reservation:
+    with reserving(reserver, residency, ask.group_id, ask.hashes) as reservation:
         runs = list(_runs_of_missing(reservation.block_ids))
-        outcome = pull([_load(ask, run, reservation.block_ids) for run in runs])
+        loads = [_load(ask, run, reservation.block_ids) for run in runs]
+        outcome = pull(loads, reservation.fence)
         reservation.num_written = len(ask.hashes)
         for run, arrived in zip(runs, outcome.num_blocks_of_run, strict=True):
             if arrived < len(run):

@@ -708,6 +708,46 @@ class ReleaseLeaseRequest(google.protobuf.message.Message):
 Global___ReleaseLeaseRequest: typing_extensions.TypeAlias = ReleaseLeaseRequest
 
 @typing.final
+class ResetRequest(google.protobuf.message.Message):
+    """Asks to forget what stores hold of one identity."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: builtins.int
+    IDENTITY_DIGEST_FIELD_NUMBER: builtins.int
+    call_id: builtins.str
+    """Chosen by the caller, unique per intent."""
+    identity_digest: builtins.bytes
+    """Digest (sha256, 32 bytes) of the identity."""
+    def __init__(
+        self,
+        *,
+        call_id: builtins.str = ...,
+        identity_digest: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["call_id", b"call_id", "identity_digest", b"identity_digest"]) -> None: ...
+
+Global___ResetRequest: typing_extensions.TypeAlias = ResetRequest
+
+@typing.final
+class ResetReply(google.protobuf.message.Message):
+    """The stores have forgotten it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: builtins.int
+    num_blocks: builtins.int
+    """Blocks that could be found until now."""
+    def __init__(
+        self,
+        *,
+        num_blocks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_blocks", b"num_blocks"]) -> None: ...
+
+Global___ResetReply: typing_extensions.TypeAlias = ResetReply
+
+@typing.final
 class DoneReply(google.protobuf.message.Message):
     """A command took effect, or had already."""
 

@@ -59,6 +59,11 @@ class ControlStub(object):
                 request_serializer=kvferry_dot_proto_dot_v1_dot_control__pb2.ReleaseLeaseRequest.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_v1_dot_control__pb2.DoneReply.FromString,
                 _registered_method=True)
+        self.Reset = channel.unary_unary(
+                '/kvferry.control.v1.Control/Reset',
+                request_serializer=kvferry_dot_proto_dot_v1_dot_control__pb2.ResetRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_v1_dot_control__pb2.ResetReply.FromString,
+                _registered_method=True)
         self.Execute = channel.unary_unary(
                 '/kvferry.control.v1.Control/Execute',
                 request_serializer=kvferry_dot_proto_dot_v1_dot_control__pb2.ExecuteRequest.SerializeToString,
@@ -110,6 +115,17 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reset(self, request, context):
+        """Let nothing be found again that the identity's stores hold or are being given now: leases on it
+        end, and what is being stored or taken does not become findable. Fires when an engine resets
+        the caches outside it too. Instances that compute keep what they have. An identity that nobody
+        stores is no error.
+        Repeating a call_id returns the first reply again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Execute(self, request, context):
         """Execute a command of an engine or a store: register, remove, step, reserve, end a reservation.
         Fires at most once per engine step. Repeating a call_id returns the first reply again.
@@ -149,6 +165,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ReleaseLease,
                     request_deserializer=kvferry_dot_proto_dot_v1_dot_control__pb2.ReleaseLeaseRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_v1_dot_control__pb2.DoneReply.SerializeToString,
+            ),
+            'Reset': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reset,
+                    request_deserializer=kvferry_dot_proto_dot_v1_dot_control__pb2.ResetRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_v1_dot_control__pb2.ResetReply.SerializeToString,
             ),
             'Execute': grpc.unary_unary_rpc_method_handler(
                     servicer.Execute,
@@ -291,6 +312,33 @@ class Control(object):
             '/kvferry.control.v1.Control/ReleaseLease',
             kvferry_dot_proto_dot_v1_dot_control__pb2.ReleaseLeaseRequest.SerializeToString,
             kvferry_dot_proto_dot_v1_dot_control__pb2.DoneReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.control.v1.Control/Reset',
+            kvferry_dot_proto_dot_v1_dot_control__pb2.ResetRequest.SerializeToString,
+            kvferry_dot_proto_dot_v1_dot_control__pb2.ResetReply.FromString,
             options,
             channel_credentials,
             insecure,

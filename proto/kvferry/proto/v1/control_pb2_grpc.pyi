@@ -121,6 +121,22 @@ _ControlReleaseLeaseType = typing_extensions.TypeVar(
     ],
 )
 
+_ControlResetType = typing_extensions.TypeVar(
+    '_ControlResetType',
+    grpc.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.control_pb2.ResetRequest,
+        kvferry.proto.v1.control_pb2.ResetReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.control_pb2.ResetRequest,
+        kvferry.proto.v1.control_pb2.ResetReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.control_pb2.ResetRequest,
+        kvferry.proto.v1.control_pb2.ResetReply,
+    ],
+)
+
 _ControlExecuteType = typing_extensions.TypeVar(
     '_ControlExecuteType',
     grpc.UnaryUnaryMultiCallable[
@@ -137,7 +153,7 @@ _ControlExecuteType = typing_extensions.TypeVar(
     ],
 )
 
-class ControlStub(typing.Generic[_ControlDescribeType, _ControlLocateType, _ControlAcquireLeaseType, _ControlRenewLeaseType, _ControlReleaseLeaseType, _ControlExecuteType]):
+class ControlStub(typing.Generic[_ControlDescribeType, _ControlLocateType, _ControlAcquireLeaseType, _ControlRenewLeaseType, _ControlReleaseLeaseType, _ControlResetType, _ControlExecuteType]):
     @typing.overload
     def __init__(self: ControlStub[
         grpc.UnaryUnaryMultiCallable[
@@ -159,6 +175,10 @@ class ControlStub(typing.Generic[_ControlDescribeType, _ControlLocateType, _Cont
         grpc.UnaryUnaryMultiCallable[
             kvferry.proto.v1.control_pb2.ReleaseLeaseRequest,
             kvferry.proto.v1.control_pb2.DoneReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvferry.proto.v1.control_pb2.ResetRequest,
+            kvferry.proto.v1.control_pb2.ResetReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             kvferry.proto.v1.control_pb2.ExecuteRequest,
@@ -187,6 +207,10 @@ class ControlStub(typing.Generic[_ControlDescribeType, _ControlLocateType, _Cont
         grpc.aio.UnaryUnaryMultiCallable[
             kvferry.proto.v1.control_pb2.ReleaseLeaseRequest,
             kvferry.proto.v1.control_pb2.DoneReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            kvferry.proto.v1.control_pb2.ResetRequest,
+            kvferry.proto.v1.control_pb2.ResetReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             kvferry.proto.v1.control_pb2.ExecuteRequest,
@@ -220,6 +244,14 @@ class ControlStub(typing.Generic[_ControlDescribeType, _ControlLocateType, _Cont
     no error: `changed` is false.
     """
 
+    Reset: _ControlResetType
+    """Let nothing be found again that the identity's stores hold or are being given now: leases on it
+    end, and what is being stored or taken does not become findable. Fires when an engine resets
+    the caches outside it too. Instances that compute keep what they have. An identity that nobody
+    stores is no error.
+    Repeating a call_id returns the first reply again.
+    """
+
     Execute: _ControlExecuteType
     """Execute a command of an engine or a store: register, remove, step, reserve, end a reservation.
     Fires at most once per engine step. Repeating a call_id returns the first reply again.
@@ -249,6 +281,10 @@ ControlAsyncStub: typing_extensions.TypeAlias = ControlStub[
     grpc.aio.UnaryUnaryMultiCallable[
         kvferry.proto.v1.control_pb2.ReleaseLeaseRequest,
         kvferry.proto.v1.control_pb2.DoneReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.control_pb2.ResetRequest,
+        kvferry.proto.v1.control_pb2.ResetReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         kvferry.proto.v1.control_pb2.ExecuteRequest,
@@ -306,6 +342,19 @@ class ControlServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvferry.proto.v1.control_pb2.DoneReply, collections.abc.Awaitable[kvferry.proto.v1.control_pb2.DoneReply]]:
         """Give a lease back. Fires after a fetch, whatever its outcome. An unknown or expired lease is
         no error: `changed` is false.
+        """
+
+    @abc.abstractmethod
+    def Reset(
+        self,
+        request: kvferry.proto.v1.control_pb2.ResetRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvferry.proto.v1.control_pb2.ResetReply, collections.abc.Awaitable[kvferry.proto.v1.control_pb2.ResetReply]]:
+        """Let nothing be found again that the identity's stores hold or are being given now: leases on it
+        end, and what is being stored or taken does not become findable. Fires when an engine resets
+        the caches outside it too. Instances that compute keep what they have. An identity that nobody
+        stores is no error.
+        Repeating a call_id returns the first reply again.
         """
 
     @abc.abstractmethod

@@ -90,6 +90,7 @@ class TransferServicer(object):
         follow the rules of Fetch. What arrived whole, verified and in order before a failure is kept.
         INVALID_ARGUMENT     the first message is no header, or a malformed one
         FAILED_PRECONDITION  another identity, or this worker takes no stores
+        ABORTED              the identity was reset meanwhile; nothing is kept
         DATA_LOSS            a frame that is corrupt, out of place, or missing
         RESOURCE_EXHAUSTED   no room, or too many calls at once
         """
@@ -106,7 +107,7 @@ class TransferServicer(object):
         INVALID_ARGUMENT     a malformed request, an unknown group, a layout that cannot hold the model
         FAILED_PRECONDITION  another identity, here or at the source; this worker takes no stores; the
         source's blocks are not hash blocks, or a rank is none of that layout
-        ABORTED              the source is in another life
+        ABORTED              the source is in another life, or the identity was reset meanwhile
         DATA_LOSS            a frame of the source that is corrupt, out of place, or missing
         RESOURCE_EXHAUSTED   no room, too many calls at once, or the source is busy
         UNAVAILABLE, DEADLINE_EXCEEDED  the source does not answer, or sends nothing for too long
