@@ -1,5 +1,6 @@
 """A node before a real coordinator: its front passes everything on, and gives out stores."""
 
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.builders import make_identity
 from tests.certificates import CertificateFolder
 
+from kvferry.cluster import cli
 from kvferry.cluster.client import connect
 from kvferry.cluster.control_client import ControlClient
 from kvferry.cluster.coordinator_client import CoordinatorClient
@@ -276,6 +278,47 @@ def test_without_a_coordinator_calls_end_with_an_error_that_names_it(
         client.attach(IDENTITIES[1], timeout_s=5.0)
     with pytest.raises(UnavailableError, match=config.coordinator):
         StoreNode(config).start()
+
+
+def test_its_status_tells_of_its_stores(
+    address: str, client: NodeClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = client.attach(IDENTITIES[0], timeout_s=10.0)
+    code, shown = status(capsys, address)
+    (instance,) = shown["instances"]
+    assert code == 0
+    assert (instance["id"], instance["role"]) == (store.instance_id, "store")
+    assert (instance["total_blocks"], instance["fill"]) == (NUM_BLOCKS - 1, 0.0)
+    assert [one["weight_version"] for one in shown["identities"]] == ["v0"]
+
+
+@pytest.mark.parametrize(
+    ("address", "code", "kind"),
+    [("127.0.0.1:1", 1, "UnavailableError"), ("nowhere", 2, "ConfigError")],
+)
+def test_a_status_that_cannot_be_had_is_an_error(
+    capsys: pytest.CaptureFixture[str], address: str, code: int, kind: str
+) -> None:
+    ended, shown = status(capsys, address)
+    assert (ended, shown["error"]["type"]) == (code, kind)
+
+
+def status(capsys: pytest.CaptureFixture[str], address: str) -> tuple[object, dict[str, Any]]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["status", "--json", "--address", address])
+    return ended.value.code, json.loads(capsys.readouterr().out)
+
+
+def test_the_tables_of_its_status_name_model_and_instance(
+    address: str, client: NodeClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = client.attach(IDENTITIES[0], timeout_s=10.0)
+    with pytest.raises(SystemExit):
+        cli.main(["status", "--address", address])
+    out = capsys.readouterr().out
+    assert "tiny" in out
+    assert store.instance_id in out
+    assert store.transfer_address in out
 
 
 def test_a_taken_port_is_refused(config: NodeConfig, address: str) -> None:

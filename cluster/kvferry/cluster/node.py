@@ -89,7 +89,21 @@ class StoreNode:
         with self._lock:
             self._front = NodeServer(self.attach, config)
             self._scheme = description.scheme
+        return self.front_address()
+
+    def front_address(self) -> str:
+        """Return where other hosts reach the front.
+
+        Raises:
+            UnavailableError: it does not serve.
+        """
+        if self._front is None:
+            raise UnavailableError("this node does not serve", given=self._config.host)
         return self._reachable(self._front.address)
+
+    def settings(self) -> NodeConfig:
+        """Return what this node is made of."""
+        return self._config
 
     def attach(self, identity: Identity, timeout_s: float) -> AttachedStore:
         """Return the store of an identity; the first call for it makes and registers one.
