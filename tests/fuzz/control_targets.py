@@ -10,6 +10,12 @@ from tests.builders import make_identity
 from tests.fuzz.mutating import altered, damaged
 
 from kvferry.cluster.attached_store import AttachedStore, attached_from_pb, attached_to_pb
+from kvferry.cluster.engine_info import (
+    AttachedEngine,
+    EngineInfo,
+    attached_engine_from_pb,
+    attached_engine_to_pb,
+)
 from kvferry.proto import control_codec as codec
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.grpc_status import decode_message
@@ -72,6 +78,12 @@ _ATTACHED = AttachedStore(
     hash_block_tokens=4,
 )
 
+_ENGINE = AttachedEngine(
+    engine=EngineInfo(engine_id="e", layout=Layout(block_tokens=4, tp=2), version="1"),
+    identity_digest=DIGEST,
+    seen_s=1.0,
+)
+
 _MESSAGES: tuple[tuple[Message, Callable[[Any], object]], ...] = (
     (codec.locate_to_pb(_LOCATE), codec.locate_from_pb),
     (codec.acquire_lease_to_pb(_LEASE), codec.acquire_lease_from_pb),
@@ -83,6 +95,7 @@ _MESSAGES: tuple[tuple[Message, Callable[[Any], object]], ...] = (
         node_pb2.AttachRequest(identity_cbor=identity_to_cbor(make_identity())),
         lambda request: identity_from_cbor(request.identity_cbor),
     ),
+    (attached_engine_to_pb(_ENGINE), attached_engine_from_pb),
 )
 _PACKED = [pack_command(command) for command in (_STEP, _LOCATE, _LEASE, _RENEW)]
 

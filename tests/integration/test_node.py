@@ -1,6 +1,5 @@
 """A node before a real coordinator: its front passes everything on, and gives out stores."""
 
-import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -14,10 +13,18 @@ import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.builders import make_identity
 from tests.certificates import CertificateFolder
+from tests.integration.node_service import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    ENGINE,
+    IDENTITIES,
+    NODE,
+    NUM_BLOCKS,
+    node_config,
+    serving,
+)
 
-from kvferry.cluster import cli
 from kvferry.cluster.client import connect
 from kvferry.cluster.control_client import ControlClient
 from kvferry.cluster.coordinator_client import CoordinatorClient
@@ -25,8 +32,6 @@ from kvferry.cluster.node import StoreNode
 from kvferry.cluster.node_client import NodeClient
 from kvferry.cluster.node_config import NodeConfig
 from kvferry.coordinator.actor import CoordinatorActor
-from kvferry.coordinator.control_server import ControlServer
-from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import (
     BadInputError,
     ConfigError,
@@ -37,46 +42,22 @@ from kvferry.proto.errors import (
     ResourcesError,
     UnavailableError,
 )
-from kvferry.proto.hashing import make_scheme
 from kvferry.proto.ids import Epoch, InstanceId, LeaseId
 from kvferry.proto.messages import Describe, Description, InstanceStatus, RenewLease, Reserve
 from kvferry.proto.v1 import control_pb2
-
-BLOCK_TOKENS = 4
-IDENTITIES = [make_identity(num_layers=2, num_kv_heads=3, weight_version=f"v{i}") for i in range(3)]
-BLOCK_BYTES = IDENTITIES[0].block_bytes(BLOCK_TOKENS)
-NUM_BLOCKS = 50
-NODE = "store-127.0.0.1-"
 
 Raw = Callable[..., bytes]
 
 
 @pytest.fixture
 def coordinator() -> Iterator[CoordinatorActor]:
-    yield from serving(None)
-
-
-def serving(credentials: Credentials | None) -> Iterator[CoordinatorActor]:
-    scheme = make_scheme(hash_block_tokens=BLOCK_TOKENS)
-    actor = CoordinatorActor(scheme=scheme, epoch=Epoch(1), check_invariants=True)
-    actor.start(
-        lambda call: ControlServer(
-            call, bind="127.0.0.1", port=0, insecure=False, credentials=credentials
-        )
-    )
-    yield actor
-    actor.stop()
+    with serving(None) as actor:
+        yield actor
 
 
 @pytest.fixture
 def config(coordinator: CoordinatorActor) -> NodeConfig:
-    return NodeConfig(
-        host="127.0.0.1",
-        coordinator=str(coordinator.front_address()),
-        store_bytes=NUM_BLOCKS * BLOCK_BYTES + BLOCK_BYTES // 2,
-        max_models=2,
-        port=0,
-    )
+    return node_config(coordinator)
 
 
 @pytest.fixture
@@ -280,45 +261,13 @@ def test_without_a_coordinator_calls_end_with_an_error_that_names_it(
         StoreNode(config).start()
 
 
-def test_its_status_tells_of_its_stores(
-    address: str, client: NodeClient, capsys: pytest.CaptureFixture[str]
+def test_an_engine_that_attaches_again_is_listed_once_with_its_last_identity(
+    client: NodeClient,
 ) -> None:
-    store = client.attach(IDENTITIES[0], timeout_s=10.0)
-    code, shown = status(capsys, address)
-    (instance,) = shown["instances"]
-    assert code == 0
-    assert (instance["id"], instance["role"]) == (store.instance_id, "store")
-    assert (instance["total_blocks"], instance["fill"]) == (NUM_BLOCKS - 1, 0.0)
-    assert [one["weight_version"] for one in shown["identities"]] == ["v0"]
-
-
-@pytest.mark.parametrize(
-    ("address", "code", "kind"),
-    [("127.0.0.1:1", 1, "UnavailableError"), ("nowhere", 2, "ConfigError")],
-)
-def test_a_status_that_cannot_be_had_is_an_error(
-    capsys: pytest.CaptureFixture[str], address: str, code: int, kind: str
-) -> None:
-    ended, shown = status(capsys, address)
-    assert (ended, shown["error"]["type"]) == (code, kind)
-
-
-def status(capsys: pytest.CaptureFixture[str], address: str) -> tuple[object, dict[str, Any]]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["status", "--json", "--address", address])
-    return ended.value.code, json.loads(capsys.readouterr().out)
-
-
-def test_the_tables_of_its_status_name_model_and_instance(
-    address: str, client: NodeClient, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = client.attach(IDENTITIES[0], timeout_s=10.0)
-    with pytest.raises(SystemExit):
-        cli.main(["status", "--address", address])
-    out = capsys.readouterr().out
-    assert "tiny" in out
-    assert store.instance_id in out
-    assert store.transfer_address in out
+    for identity in IDENTITIES[:2]:
+        client.attach(identity, timeout_s=10.0, engine=ENGINE)
+    (one,) = client.engines(timeout_s=10.0)
+    assert (one.engine, one.identity_digest) == (ENGINE, IDENTITIES[1].digest())
 
 
 def test_a_taken_port_is_refused(config: NodeConfig, address: str) -> None:
@@ -330,7 +279,7 @@ def test_a_taken_port_is_refused(config: NodeConfig, address: str) -> None:
 def test_a_node_with_credentials_lets_nobody_in_without(tmp_path: Path) -> None:
     files = CertificateFolder(tmp_path)
     credentials = files.mutual(token_file=files.token_file())
-    for coordinator in serving(credentials):
+    with serving(credentials) as coordinator:
         node = StoreNode(
             NodeConfig(
                 host="127.0.0.1",

@@ -15,6 +15,8 @@ from importlib.metadata import version
 from kvferry.cluster.attached_store import AttachedStore
 from kvferry.cluster.control_client import ControlClient
 from kvferry.cluster.coordinator_client import CoordinatorClient
+from kvferry.cluster.engine_info import AttachedEngine, EngineInfo
+from kvferry.cluster.engine_roll import EngineRoll
 from kvferry.cluster.node_config import NodeConfig
 from kvferry.cluster.node_server import NodeServer
 from kvferry.proto.bind import reachable_address
@@ -68,6 +70,7 @@ class StoreNode:
         # Held while a store is made: engines of one identity that start at once get one store.
         self._lock = threading.Lock()
         self._stores: dict[Identity, _Store] = {}
+        self._roll = EngineRoll()
         self._scheme: HashScheme | None = None
         self._front: NodeServer | None = None
 
@@ -87,7 +90,7 @@ class StoreNode:
             if self._is_ours(status.info.instance_id):
                 self._remove(status.info, "its node has started anew", CALL_TIMEOUT_S)
         with self._lock:
-            self._front = NodeServer(self.attach, config)
+            self._front = NodeServer(self, config)
             self._scheme = description.scheme
         return self.front_address()
 
@@ -105,12 +108,15 @@ class StoreNode:
         """Return what this node is made of."""
         return self._config
 
-    def attach(self, identity: Identity, timeout_s: float) -> AttachedStore:
+    def attach(
+        self, identity: Identity, timeout_s: float, engine: EngineInfo | None = None
+    ) -> AttachedStore:
         """Return the store of an identity; the first call for it makes and registers one.
 
         Args:
             identity: of the engine that asks.
             timeout_s: how long to wait while others' stores are made.
+            engine: the engine itself, for the list of engines.
 
         Raises:
             ResourcesError: `max_models` other identities are attached, or `store_bytes` has no room
@@ -126,7 +132,18 @@ class StoreNode:
             if store is None:
                 store = self._new_store(identity, self._scheme)
                 self._stores[identity] = store
+            if engine is not None:
+                self._roll.saw(engine, identity.digest(), time.monotonic())
             return store.attached
+
+    def engines(self) -> tuple[AttachedEngine, ...]:
+        """Return the engines that have attached lately.
+
+        Raises:
+            DeadlineError: a store that is being made takes too long.
+        """
+        with self._locked(CALL_TIMEOUT_S):
+            return self._roll.engines(time.monotonic())
 
     def stop(self) -> None:
         """Stop serving, and take the stores out of the service; repeating is fine."""

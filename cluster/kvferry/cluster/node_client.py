@@ -2,6 +2,12 @@
 
 from kvferry.cluster.attached_store import AttachedStore, attached_from_pb
 from kvferry.cluster.control_client import require_address, require_timeout
+from kvferry.cluster.engine_info import (
+    AttachedEngine,
+    EngineInfo,
+    attached_engine_from_pb,
+    engine_to_pb,
+)
 from kvferry.proto.credentials import Credentials
 from kvferry.proto.identity import Identity, identity_to_cbor
 from kvferry.proto.v1 import node_pb2, node_pb2_grpc
@@ -25,8 +31,12 @@ class NodeClient:
         self.address = require_address(address)
         self._channels = Channels(credentials)
 
-    def attach(self, identity: Identity, *, timeout_s: float) -> AttachedStore:
+    def attach(
+        self, identity: Identity, *, timeout_s: float, engine: EngineInfo | None = None
+    ) -> AttachedStore:
         """Return the node's store of an identity, made now if there was none.
+
+        With an `engine`, the node's list of engines names it for `engine_roll.FORGET_S` seconds.
 
         Raises:
             ConfigError: the timeout is out of range.
@@ -35,12 +45,27 @@ class NodeClient:
             CredentialsError: one side does not take the other's certificate or token.
             DeadlineError: no answer within `timeout_s`.
         """
-        request = node_pb2.AttachRequest(identity_cbor=identity_to_cbor(identity))
+        request = node_pb2.AttachRequest(
+            identity_cbor=identity_to_cbor(identity),
+            engine=None if engine is None else engine_to_pb(engine),
+        )
         with self._channels.lend(self.address) as channel:
             reply = node_pb2_grpc.NodeStub(channel).Attach(
                 request, timeout=require_timeout(timeout_s)
             )
         return attached_from_pb(reply)
+
+    def engines(self, *, timeout_s: float) -> tuple[AttachedEngine, ...]:
+        """Return the engines that have attached to the node lately.
+
+        Raises:
+            KvferryError: as `attach`.
+        """
+        with self._channels.lend(self.address) as channel:
+            reply = node_pb2_grpc.NodeStub(channel).Engines(
+                node_pb2.EnginesRequest(), timeout=require_timeout(timeout_s)
+            )
+        return tuple(map(attached_engine_from_pb, reply.engines))
 
     def close(self) -> None:
         """Close the connection. Calls under way end with UnavailableError."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvferry/proto/v1/node.proto\x12\x0fkvferry.node.v1\"&\n\rAttachRequest\x12\x15\n\ridentity_cbor\x18\x01 \x01(\x0c\"\x80\x01\n\x0b\x41ttachReply\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x18\n\x10transfer_address\x18\x03 \x01(\t\x12\x12\n\nnum_blocks\x18\x04 \x01(\x04\x12\x19\n\x11hash_block_tokens\x18\x05 \x01(\r2N\n\x04Node\x12\x46\n\x06\x41ttach\x12\x1e.kvferry.node.v1.AttachRequest\x1a\x1c.kvferry.node.v1.AttachReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvferry/proto/v1/node.proto\x12\x0fkvferry.node.v1\"O\n\rAttachRequest\x12\x15\n\ridentity_cbor\x18\x01 \x01(\x0c\x12\'\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x17.kvferry.node.v1.Engine\"<\n\x06\x45ngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\"\x80\x01\n\x0b\x41ttachReply\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x18\n\x10transfer_address\x18\x03 \x01(\t\x12\x12\n\nnum_blocks\x18\x04 \x01(\x04\x12\x19\n\x11hash_block_tokens\x18\x05 \x01(\r\"\x10\n\x0e\x45nginesRequest\"@\n\x0c\x45nginesReply\x12\x30\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x1f.kvferry.node.v1.AttachedEngine\"b\n\x0e\x41ttachedEngine\x12\'\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x17.kvferry.node.v1.Engine\x12\x17\n\x0fidentity_digest\x18\x02 \x01(\x0c\x12\x0e\n\x06seen_s\x18\x03 \x01(\x01\x32\x99\x01\n\x04Node\x12\x46\n\x06\x41ttach\x12\x1e.kvferry.node.v1.AttachRequest\x1a\x1c.kvferry.node.v1.AttachReply\x12I\n\x07\x45ngines\x12\x1f.kvferry.node.v1.EnginesRequest\x1a\x1d.kvferry.node.v1.EnginesReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvferry.proto.v1.node_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ATTACHREQUEST']._serialized_start=48
-  _globals['_ATTACHREQUEST']._serialized_end=86
-  _globals['_ATTACHREPLY']._serialized_start=89
-  _globals['_ATTACHREPLY']._serialized_end=217
-  _globals['_NODE']._serialized_start=219
-  _globals['_NODE']._serialized_end=297
+  _globals['_ATTACHREQUEST']._serialized_end=127
+  _globals['_ENGINE']._serialized_start=129
+  _globals['_ENGINE']._serialized_end=189
+  _globals['_ATTACHREPLY']._serialized_start=192
+  _globals['_ATTACHREPLY']._serialized_end=320
+  _globals['_ENGINESREQUEST']._serialized_start=322
+  _globals['_ENGINESREQUEST']._serialized_end=338
+  _globals['_ENGINESREPLY']._serialized_start=340
+  _globals['_ENGINESREPLY']._serialized_end=404
+  _globals['_ATTACHEDENGINE']._serialized_start=406
+  _globals['_ATTACHEDENGINE']._serialized_end=504
+  _globals['_NODE']._serialized_start=507
+  _globals['_NODE']._serialized_end=660
 # @@protoc_insertion_point(module_scope)

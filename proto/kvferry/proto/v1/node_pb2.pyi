@@ -8,7 +8,9 @@ calls must have, errors and units are those of control.proto.
 """
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.message
 import sys
 import typing
@@ -27,16 +29,51 @@ class AttachRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     IDENTITY_CBOR_FIELD_NUMBER: builtins.int
+    ENGINE_FIELD_NUMBER: builtins.int
     identity_cbor: builtins.bytes
     """Canonical CBOR of the identity: everything the cached bytes depend on."""
+    @property
+    def engine(self) -> Global___Engine:
+        """Who asks; absent for a client that is no engine."""
+
     def __init__(
         self,
         *,
         identity_cbor: builtins.bytes = ...,
+        engine: Global___Engine | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["identity_cbor", b"identity_cbor"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["engine", b"engine"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine", b"engine", "identity_cbor", b"identity_cbor"]) -> None: ...
 
 Global___AttachRequest: typing_extensions.TypeAlias = AttachRequest
+
+@typing.final
+class Engine(google.protobuf.message.Message):
+    """An engine as it introduces itself."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    LAYOUT_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    """A name that no other engine of the node has."""
+    layout: builtins.str
+    """How its ranks share layers, heads and tokens, and the tokens of its blocks: the text form of
+    docs/layouts.md.
+    """
+    version: builtins.str
+    """What it runs, such as "vllm 0.32.0"."""
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        layout: builtins.str = ...,
+        version: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "layout", b"layout", "version", b"version"]) -> None: ...
+
+Global___Engine: typing_extensions.TypeAlias = Engine
 
 @typing.final
 class AttachReply(google.protobuf.message.Message):
@@ -70,3 +107,60 @@ class AttachReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["hash_block_tokens", b"hash_block_tokens", "incarnation", b"incarnation", "instance_id", b"instance_id", "num_blocks", b"num_blocks", "transfer_address", b"transfer_address"]) -> None: ...
 
 Global___AttachReply: typing_extensions.TypeAlias = AttachReply
+
+@typing.final
+class EnginesRequest(google.protobuf.message.Message):
+    """Asks for the engines."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___EnginesRequest: typing_extensions.TypeAlias = EnginesRequest
+
+@typing.final
+class EnginesReply(google.protobuf.message.Message):
+    """In the order in which they came."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINES_FIELD_NUMBER: builtins.int
+    @property
+    def engines(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AttachedEngine]: ...
+    def __init__(
+        self,
+        *,
+        engines: collections.abc.Iterable[Global___AttachedEngine] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engines", b"engines"]) -> None: ...
+
+Global___EnginesReply: typing_extensions.TypeAlias = EnginesReply
+
+@typing.final
+class AttachedEngine(google.protobuf.message.Message):
+    """An engine that has attached."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: builtins.int
+    IDENTITY_DIGEST_FIELD_NUMBER: builtins.int
+    SEEN_S_FIELD_NUMBER: builtins.int
+    identity_digest: builtins.bytes
+    """Digest (sha256, 32 bytes) of the identity it attached with last."""
+    seen_s: builtins.float
+    """Seconds since it attached last."""
+    @property
+    def engine(self) -> Global___Engine: ...
+    def __init__(
+        self,
+        *,
+        engine: Global___Engine | None = ...,
+        identity_digest: builtins.bytes = ...,
+        seen_s: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["engine", b"engine"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine", b"engine", "identity_digest", b"identity_digest", "seen_s", b"seen_s"]) -> None: ...
+
+Global___AttachedEngine: typing_extensions.TypeAlias = AttachedEngine

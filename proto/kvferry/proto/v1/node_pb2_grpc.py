@@ -39,6 +39,11 @@ class NodeStub(object):
                 request_serializer=kvferry_dot_proto_dot_v1_dot_node__pb2.AttachRequest.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_v1_dot_node__pb2.AttachReply.FromString,
                 _registered_method=True)
+        self.Engines = channel.unary_unary(
+                '/kvferry.node.v1.Node/Engines',
+                request_serializer=kvferry_dot_proto_dot_v1_dot_node__pb2.EnginesRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_v1_dot_node__pb2.EnginesReply.FromString,
+                _registered_method=True)
 
 
 class NodeServicer(object):
@@ -46,11 +51,19 @@ class NodeServicer(object):
 
     def Attach(self, request, context):
         """Ask for the store of an identity on this node; made at the first call for the identity. Fires
-        when an engine starts, and whenever it finds that the store is gone. Repeating gives the same
-        store while the node lives.
+        when an engine starts, every 10 s from then on, and when it finds that the store is gone.
+        Repeating gives the same store while the node lives.
         RESOURCE_EXHAUSTED: it has as many stores as it may have, or no room for this one
         (ResourcesError).
         UNAVAILABLE:        the coordinator does not answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Engines(self, request, context):
+        """Read which engines have attached within the last 60 s. Fires when a person asks. Changes
+        nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -63,6 +76,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=kvferry_dot_proto_dot_v1_dot_node__pb2.AttachRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_v1_dot_node__pb2.AttachReply.SerializeToString,
+            ),
+            'Engines': grpc.unary_unary_rpc_method_handler(
+                    servicer.Engines,
+                    request_deserializer=kvferry_dot_proto_dot_v1_dot_node__pb2.EnginesRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_v1_dot_node__pb2.EnginesReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -92,6 +110,33 @@ class Node(object):
             '/kvferry.node.v1.Node/Attach',
             kvferry_dot_proto_dot_v1_dot_node__pb2.AttachRequest.SerializeToString,
             kvferry_dot_proto_dot_v1_dot_node__pb2.AttachReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Engines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.node.v1.Node/Engines',
+            kvferry_dot_proto_dot_v1_dot_node__pb2.EnginesRequest.SerializeToString,
+            kvferry_dot_proto_dot_v1_dot_node__pb2.EnginesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,12 +45,32 @@ _NodeAttachType = typing_extensions.TypeVar(
     ],
 )
 
-class NodeStub(typing.Generic[_NodeAttachType]):
+_NodeEnginesType = typing_extensions.TypeVar(
+    '_NodeEnginesType',
+    grpc.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.node_pb2.EnginesRequest,
+        kvferry.proto.v1.node_pb2.EnginesReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.node_pb2.EnginesRequest,
+        kvferry.proto.v1.node_pb2.EnginesReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.node_pb2.EnginesRequest,
+        kvferry.proto.v1.node_pb2.EnginesReply,
+    ],
+)
+
+class NodeStub(typing.Generic[_NodeAttachType, _NodeEnginesType]):
     @typing.overload
     def __init__(self: NodeStub[
         grpc.UnaryUnaryMultiCallable[
             kvferry.proto.v1.node_pb2.AttachRequest,
             kvferry.proto.v1.node_pb2.AttachReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvferry.proto.v1.node_pb2.EnginesRequest,
+            kvferry.proto.v1.node_pb2.EnginesReply,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -60,21 +80,34 @@ class NodeStub(typing.Generic[_NodeAttachType]):
             kvferry.proto.v1.node_pb2.AttachRequest,
             kvferry.proto.v1.node_pb2.AttachReply,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            kvferry.proto.v1.node_pb2.EnginesRequest,
+            kvferry.proto.v1.node_pb2.EnginesReply,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Attach: _NodeAttachType
     """Ask for the store of an identity on this node; made at the first call for the identity. Fires
-    when an engine starts, and whenever it finds that the store is gone. Repeating gives the same
-    store while the node lives.
+    when an engine starts, every 10 s from then on, and when it finds that the store is gone.
+    Repeating gives the same store while the node lives.
     RESOURCE_EXHAUSTED: it has as many stores as it may have, or no room for this one
                         (ResourcesError).
     UNAVAILABLE:        the coordinator does not answer.
+    """
+
+    Engines: _NodeEnginesType
+    """Read which engines have attached within the last 60 s. Fires when a person asks. Changes
+    nothing.
     """
 
 NodeAsyncStub: typing_extensions.TypeAlias = NodeStub[
     grpc.aio.UnaryUnaryMultiCallable[
         kvferry.proto.v1.node_pb2.AttachRequest,
         kvferry.proto.v1.node_pb2.AttachReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.proto.v1.node_pb2.EnginesRequest,
+        kvferry.proto.v1.node_pb2.EnginesReply,
     ],
 ]
 
@@ -86,11 +119,21 @@ class NodeServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvferry.proto.v1.node_pb2.AttachReply, collections.abc.Awaitable[kvferry.proto.v1.node_pb2.AttachReply]]:
         """Ask for the store of an identity on this node; made at the first call for the identity. Fires
-        when an engine starts, and whenever it finds that the store is gone. Repeating gives the same
-        store while the node lives.
+        when an engine starts, every 10 s from then on, and when it finds that the store is gone.
+        Repeating gives the same store while the node lives.
         RESOURCE_EXHAUSTED: it has as many stores as it may have, or no room for this one
                             (ResourcesError).
         UNAVAILABLE:        the coordinator does not answer.
+        """
+
+    @abc.abstractmethod
+    def Engines(
+        self,
+        request: kvferry.proto.v1.node_pb2.EnginesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvferry.proto.v1.node_pb2.EnginesReply, collections.abc.Awaitable[kvferry.proto.v1.node_pb2.EnginesReply]]:
+        """Read which engines have attached within the last 60 s. Fires when a person asks. Changes
+        nothing.
         """
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
