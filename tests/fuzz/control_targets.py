@@ -1,4 +1,4 @@
-"""What the coordinator's fronts are told, and what their clients are."""
+"""What the fronts of coordinator and nodes are told, and what their clients are."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,9 +9,17 @@ from google.protobuf.message import Message
 from tests.builders import make_identity
 from tests.fuzz.mutating import altered, damaged
 
+from kvferry.cluster.attached_store import AttachedStore, attached_from_pb, attached_to_pb
+from kvferry.cluster.engine_info import (
+    AttachedEngine,
+    EngineInfo,
+    attached_engine_from_pb,
+    attached_engine_to_pb,
+)
 from kvferry.proto import control_codec as codec
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.grpc_status import decode_message
+from kvferry.proto.identity import identity_from_cbor, identity_to_cbor
 from kvferry.proto.ids import BlockHash, Epoch, Incarnation, InstanceId, LeaseId, RequestId
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
@@ -25,6 +33,7 @@ from kvferry.proto.messages import (
 )
 from kvferry.proto.packed_messages import pack_command, unpack_command
 from kvferry.proto.step_messages import AdmitAsk, Progress, Release, RunningAsk, Source, Step
+from kvferry.proto.v1 import node_pb2
 
 HASHES = tuple(BlockHash(bytes([number]) * 32) for number in range(5))
 DIGEST = make_identity().digest()
@@ -70,6 +79,20 @@ _LOCATED = Located(
 )
 _LEASED = Leased(lease_id=LeaseId("l"), source=_SOURCE, num_hashes=5, ttl_s=1.0)
 
+_ATTACHED = AttachedStore(
+    instance_id=InstanceId("a"),
+    incarnation=Incarnation(1),
+    transfer_address="127.0.0.1:1",
+    num_blocks=9,
+    hash_block_tokens=4,
+)
+
+_ENGINE = AttachedEngine(
+    engine=EngineInfo(engine_id="e", layout=Layout(block_tokens=4, tp=2), version="1"),
+    identity_digest=DIGEST,
+    seen_s=1.0,
+)
+
 _MESSAGES: tuple[tuple[Message, Callable[[Any], object]], ...] = (
     (codec.locate_to_pb(_LOCATE), codec.locate_from_pb),
     (codec.acquire_lease_to_pb(_LEASE), codec.acquire_lease_from_pb),
@@ -77,6 +100,12 @@ _MESSAGES: tuple[tuple[Message, Callable[[Any], object]], ...] = (
     (codec.reset_to_pb(_RESET), codec.reset_from_pb),
     (codec.located_to_pb(_LOCATED), codec.located_from_pb),
     (codec.leased_to_pb(_LEASED), codec.leased_from_pb),
+    (attached_to_pb(_ATTACHED), attached_from_pb),
+    (
+        node_pb2.AttachRequest(identity_cbor=identity_to_cbor(make_identity())),
+        lambda request: identity_from_cbor(request.identity_cbor),
+    ),
+    (attached_engine_to_pb(_ENGINE), attached_engine_from_pb),
 )
 _PACKED = [pack_command(command) for command in (_STEP, _LOCATE, _LEASE, _RENEW)]
 

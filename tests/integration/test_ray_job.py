@@ -12,20 +12,23 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.builders import make_identity
+
+from kvferry.cluster.node_client import NodeClient
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
 BIN = Path(sys.executable).parent
-ACTOR_CLASSES = {"RayCoordinatorActor", "RankActor", "Rank"}
+ACTOR_CLASSES = {"RayCoordinatorActor", "RankActor", "Rank", "RayStoreNode"}
 RANK_PID = re.compile(r"rank \d+ at \S+ pid (\d+)")
-SMALL = ("--requests", "8", "--prefill", "1", "--decode", "1")
+DEMO = ("demo", "--address", "auto", "--json", "--requests", "8", "--prefill", "1", "--decode", "1")
 TERMINAL = {"SUCCEEDED", "FAILED", "STOPPED"}
 HTTP_TIMEOUT_S = 10.0
 CLI_TIMEOUT_S = 60.0
@@ -47,6 +50,7 @@ class Head:
 
     process: "subprocess.Popen[bytes]"
     url: str
+    gcs_address: str
     environment: dict[str, str]
 
     def cli(self, *words: str) -> "subprocess.CompletedProcess[str]":
@@ -60,8 +64,8 @@ class Head:
         )
 
     def submit(self, name: str, *words: str) -> None:
-        """Submit `kvferry demo`; a fresh cluster has no job agent for some seconds (HTTP 500)."""
-        entrypoint = [str(BIN / "kvferry"), "demo", "--address", "auto", "--json", *words]
+        """Submit a command; a fresh cluster has no job agent for some seconds (HTTP 500)."""
+        entrypoint = [str(BIN / "kvferry"), *words]
         deadline = time.monotonic() + FRESH_CLUSTER_S
         while True:
             done = self.cli("submit", "--no-wait", "--submission-id", name, "--", *entrypoint)
@@ -142,7 +146,8 @@ def head() -> Iterator[Head]:
             [BIN / "ray", "start", *words], env=environment, stdout=log, stderr=log
         )
     try:
-        head = Head(process, f"http://127.0.0.1:{dashboard}", environment)
+        url, gcs_address = f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{gcs}"
+        head = Head(process, url, gcs_address, environment)
         poll(head.answers, timeout_s=60, what=lambda: (folder / "ray-start.log").read_text("utf-8"))
         yield head
     finally:
@@ -151,7 +156,7 @@ def head() -> Iterator[Head]:
 
 
 def test_a_job_serves_and_every_output_is_equal(head: Head, tiny_model: Path) -> None:
-    head.submit("good", *SMALL, "--max-tokens", "8", "--model", str(tiny_model))
+    head.submit("good", *DEMO, "--max-tokens", "8", "--model", str(tiny_model))
     poll(lambda: head.status("good") in TERMINAL, timeout_s=120, what=lambda: head.logs("good"))
     logs = head.logs("good")
     assert head.status("good") == "SUCCEEDED", logs
@@ -166,7 +171,7 @@ def test_a_stopped_job_leaves_no_actor_no_group_and_no_process(
     head: Head, tiny_model: Path
 ) -> None:
     words = ("--decode-layout", "dcp=2", "--max-tokens", "500", "--model", str(tiny_model))
-    head.submit("stopped", *SMALL, *words)
+    head.submit("stopped", *DEMO, *words)
 
     def logs() -> str:
         return head.logs("stopped")
@@ -186,3 +191,24 @@ def test_a_stopped_job_leaves_no_actor_no_group_and_no_process(
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     poll(lambda: head.status("stopped") == "STOPPED", timeout_s=20, what=logs)
     poll(lambda: not left(), timeout_s=20, what=left)
+
+
+@pytest.mark.long
+def test_a_service_that_a_job_has_started_outlives_it_until_it_is_removed(head: Head) -> None:
+    (port,) = free_ports(1)
+    head.submit("up", "up", "--store-gib", "0.001", "--port", port, "--json")
+    poll(lambda: head.status("up") in TERMINAL, timeout_s=90, what=lambda: head.logs("up"))
+    assert head.status("up") == "SUCCEEDED", head.logs("up")
+    assert len(head.alive_actors()) == 2
+    with closing(NodeClient(f"127.0.0.1:{port}")) as client:
+        assert client.attach(make_identity(), timeout_s=10.0).num_blocks > 8
+    removed = subprocess.run(
+        [BIN / "kvferry", "down", "--ray-address", head.gcs_address, "--json"],
+        env=head.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=CLI_TIMEOUT_S,
+        check=True,
+    )
+    assert len(json.loads(removed.stdout)["hosts"]) == 1
+    assert head.alive_actors() == []

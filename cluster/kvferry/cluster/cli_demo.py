@@ -3,7 +3,6 @@
 import contextlib
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,10 +10,22 @@ from rich.console import Console
 
 from kvferry.cluster import ray_environment
 from kvferry.cluster.byte_size import parse_bytes
+from kvferry.cluster.cli_options import (
+    AsJson,
+    Bind,
+    HashSeed,
+    Insecure,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TlsName,
+    TokenFile,
+    credentials_of,
+)
 from kvferry.cluster.config import DEFAULT_KV_SIZE, ServiceConfig
 from kvferry.cluster.progress import stderr_progress
 from kvferry.cluster.serving.pool_size import KvSize, LengthLimit
-from kvferry.proto.credentials import DEFAULT_SERVER_NAME, Credentials
+from kvferry.proto.credentials import DEFAULT_SERVER_NAME
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.layout import Layout
 from kvferry.proto.layout_text import DEFAULT_BLOCK_TOKENS, parse_layout
@@ -91,11 +102,7 @@ Model = Annotated[
 ]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 Seed = Annotated[int, typer.Option(help="Sampling seed; matters above temperature 0.")]
-HashSeed = Annotated[
-    str, typer.Option(help="PYTHONHASHSEED of every process: the root of the block hashes.")
-]
 Address = Annotated[str, typer.Option(help="Ray cluster: local (start one), auto, or host:port.")]
-Bind = Annotated[str, typer.Option(help="Host that the gRPC servers listen on.")]
 Port = Annotated[int, typer.Option(help="Port of the control front; 0 takes a free one.")]
 MetricsPort = Annotated[
     int | None,
@@ -104,31 +111,9 @@ MetricsPort = Annotated[
         "port (0 takes a free one)."
     ),
 ]
-Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Allow a bind beyond loopback without credentials.")
-]
-TlsCert = Annotated[
-    Path | None,
-    typer.Option(help="PEM file of the certificate that every process shows; all speak TLS then."),
-]
-TlsKey = Annotated[Path | None, typer.Option(help="PEM file of its private key.")]
-TlsCa = Annotated[
-    Path | None,
-    typer.Option(
-        help="PEM file of the authorities that certificates must be of; clients must have one then."
-    ),
-]
-TlsName = Annotated[
-    str, typer.Option(help="Name that servers' certificates must hold, whatever their address.")
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(help="File that holds a token, without which no call is answered; needs TLS."),
-]
 Reflection = Annotated[
     bool, typer.Option("--reflection", help="Tell clients of the gRPC services and messages.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
 def demo(
@@ -182,26 +167,12 @@ def demo(
         port=port,
         metrics_port=metrics_port,
         insecure=insecure,
-        credentials=_credentials(tls_cert, tls_key, tls_ca, tls_name, token_file),
+        credentials=credentials_of(tls_cert, tls_key, tls_ca, tls_name, token_file),
         reflection=reflection,
     )
     if requests < 1:
         raise ConfigError("--requests is too small", given=requests, allowed=">= 1")
     return _run(config, sampling, requests, as_json=as_json)
-
-
-def _credentials(
-    cert: Path | None, key: Path | None, ca: Path | None, name: str, token_file: Path | None
-) -> Credentials | None:
-    if cert is None and key is None and ca is None and token_file is None:
-        if name != DEFAULT_SERVER_NAME:
-            raise ConfigError(
-                "--tls-name says nothing without certificates",
-                given=name,
-                allowed="with --tls-cert and --tls-key, or --tls-ca",
-            )
-        return None
-    return Credentials(certificate=cert, key=key, ca=ca, server_name=name, token_file=token_file)
 
 
 def _kv_size(num_blocks: int | None, kv_bytes: str | None, memory_fraction: float | None) -> KvSize:

@@ -4,6 +4,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from kvferry.cluster.config_checks import (
+    require_hash_seed,
+    require_port,
+    require_ray_address,
+    require_seconds,
+)
 from kvferry.cluster.serving.limits import Policy
 from kvferry.cluster.serving.pool_size import KvSize, LengthLimit
 from kvferry.proto.bind import is_loopback, require_safe_bind, require_safe_plain_bind
@@ -23,8 +29,6 @@ from kvferry.proto.scheme import Algorithm, KeyFormat
 from kvferry.proto.specs import require_one_of
 from kvferry.worker.model.computable import require_computable
 
-MAX_PORT = 65535
-MAX_DIGITS = 10
 DEFAULT_LAYOUT = Layout(block_tokens=DEFAULT_BLOCK_TOKENS)
 DEFAULT_KV_SIZE = KvSize(num_blocks=512)
 
@@ -173,33 +177,16 @@ class ServiceConfig:
             )
         if self.max_model_len is not None and self.max_model_len != "auto":
             _at_least(self, 1, "max_model_len")
-        for name in ("port", "metrics_port"):
-            port = getattr(self, name)
-            if port is not None and not 0 <= port <= MAX_PORT:
-                raise ConfigError(f"{name} out of range", given=port, allowed=f"0 to {MAX_PORT}")
-        for name in ("start_timeout_s", "rank_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(
-                    f"{name} must be positive and finite",
-                    given=getattr(self, name),
-                    allowed="> 0, in seconds",
-                )
-        if not (_is_decimal(self.hash_seed) and int(self.hash_seed) < 1 << 32):
-            # "random" would give every process another root.
-            raise ConfigError(
-                "not a PYTHONHASHSEED that processes can share",
-                given=self.hash_seed,
-                allowed="0 to 4294967295",
-            )
+        require_port("port", self.port)
+        if self.metrics_port is not None:
+            require_port("metrics_port", self.metrics_port)
+        require_seconds("start_timeout_s", self.start_timeout_s)
+        require_seconds("rank_timeout_s", self.rank_timeout_s)
+        require_hash_seed(self.hash_seed)
         require_one_of("algorithm", self.algorithm, get_args(Algorithm))
         require_one_of("key_format", self.key_format, get_args(KeyFormat))
         require_one_of("policy", self.policy, get_args(Policy))
-        if not _is_ray_address(self.ray_address):
-            raise ConfigError(
-                "not the address of a Ray cluster",
-                given=self.ray_address,
-                allowed="local, auto or host:port",
-            )
+        require_ray_address(self.ray_address)
         self._require_safe_servers()
         if self.sample_block_every is not None:
             _at_least(self, 1, "sample_block_every")
@@ -259,17 +246,6 @@ def require_reachable_bind(bind: str, node_hosts: frozenset[str]) -> None:
         allowed="--bind 0.0.0.0 with credentials or (on a private network) with --insecure, or a "
         "cluster of one machine",
     )
-
-
-def _is_decimal(text: str) -> bool:
-    # Other scripts have digits too, and Python refuses to convert thousands of them.
-    return text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
-
-
-def _is_ray_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    is_place = bool(host) and _is_decimal(port) and 0 < int(port) <= MAX_PORT
-    return text in ("local", "auto") or (is_place and "/" not in host)
 
 
 def _at_least(config: ServiceConfig | KvEventsConfig, smallest: int, *names: str) -> None:

@@ -53,7 +53,12 @@ def require_timeout(timeout_s: object) -> float:
     return float(timeout_s)  # type: ignore[arg-type]
 
 
-def _require_address(address: object) -> str:
+def require_address(address: object) -> str:
+    """Return the address of a front if it is one.
+
+    Raises:
+        ConfigError: not `host:port`, or the port is out of range.
+    """
     parts = re.fullmatch(
         r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})",
         address if isinstance(address, str) else "",
@@ -84,7 +89,7 @@ class ControlClient:
     def __init__(
         self, address: str, timeout_s: float, credentials: Credentials | None = None
     ) -> None:
-        self.address = _require_address(address)
+        self.address = require_address(address)
         self.timeout_s = require_timeout(timeout_s)
         self._is_closed = False
         self._own_process = OwnProcess()

@@ -33,6 +33,10 @@ class CoordinatorClient:
             reply = stub.Execute(request, timeout=timeout_s)
         return unpack_reply(reply.reply)
 
+    def close(self) -> None:
+        """Close the connection; the next call opens another."""
+        self._connection.close()
+
     @cached_property
     def _connection(self) -> ControlConnection:
         return ControlConnection(self.address, self._credentials)

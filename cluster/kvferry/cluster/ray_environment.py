@@ -1,7 +1,9 @@
-"""Environment variables that Ray reads when it is imported, so they come first."""
+"""Environment variables: of the driver, which Ray reads when it is imported, and of actors."""
 
 import os
 import secrets
+
+from kvferry.proto.credentials import Credentials
 
 
 def prepare(address: str) -> None:
@@ -16,3 +18,26 @@ def prepare(address: str) -> None:
     if address == "local" and "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def of_actor(
+    *, hash_seed: str, threads: int, credentials: Credentials | None
+) -> dict[str, dict[str, str]]:
+    """Return the runtime environment of an actor.
+
+    Args:
+        hash_seed: text of PYTHONHASHSEED.
+        threads: that the process may compute with.
+        credentials: of the service.
+    """
+    # PYTHONHASHSEED must be there before the interpreter starts. OpenMP threads of several
+    # processes spin against each other, so each rank gets its share of the cores.
+    variables = {
+        "PYTHONHASHSEED": hash_seed,
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if credentials is not None and "GRPC_VERBOSITY" not in os.environ:
+        # Nobody but gRPC hears why a server refused a handshake, and it says so from info on.
+        variables["GRPC_VERBOSITY"] = "info"
+    return {"env_vars": variables}

@@ -1,8 +1,10 @@
 """Coordinator and engines behind Ray actor handles; Ray's errors become kvferry's own."""
 
 import asyncio
+import contextlib
 import gc
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -50,6 +52,16 @@ async def get_async(ref: Any, *, timeout_s: float, who: str) -> Any:
             return await ref
     except Exception as error:
         raise translated(error, who=who, timeout_s=timeout_s) from None
+
+
+def end_actors(actors: Sequence[ActorHandle[Any]], timeout_s: float) -> None:
+    """Ask actors to stop, all at once, and kill them after `timeout_s` at the latest."""
+    stopping: list[Any] = [actor.stop.remote() for actor in actors]
+    if stopping:
+        with contextlib.suppress(Exception):  # one that died cannot be asked
+            ray.wait(stopping, num_returns=len(stopping), timeout=timeout_s)
+    for actor in actors:
+        ray.kill(actor)
 
 
 def translated(error: Exception, *, who: str, timeout_s: float) -> KvferryError:

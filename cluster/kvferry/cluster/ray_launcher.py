@@ -18,7 +18,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from kvferry.cluster import naming, ray_cluster
+from kvferry.cluster import naming, ray_cluster, ray_environment
 from kvferry.cluster.config import ServiceConfig, require_reachable_bind
 from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.cluster.kv_events_outlet import KvEventsOutlet
@@ -28,6 +28,7 @@ from kvferry.cluster.ray_handles import (
     RayAsyncCoordinator,
     RayCoordinatorActor,
     RayEngine,
+    end_actors,
     get,
 )
 from kvferry.cluster.ray_ranks import RankPlacement, spawn_rank
@@ -104,21 +105,12 @@ class RayService:
     def close(self) -> None:
         """Stop engines, then the coordinator, and give all resources back. Repeatable."""
         with interrupts_held():
-            self._end(list(self._ranks.values()))
-            self._end([self._coordinator] if self._coordinator is not None else [])
+            end_actors(list(self._ranks.values()), STOP_TIMEOUT_S)
+            end_actors([self._coordinator] if self._coordinator is not None else [], STOP_TIMEOUT_S)
             for group in self._groups:
                 with contextlib.suppress(Exception):
                     remove_placement_group(group)
         self._ranks, self._groups, self._coordinator = {}, [], None
-
-    def _end(self, actors: list[ActorHandle[Any]]) -> None:
-        """Ask actors to stop, all at once, and kill them after a while."""
-        stopping: list[Any] = [actor.stop.remote() for actor in actors]
-        if stopping:
-            with contextlib.suppress(Exception):  # one that died cannot be asked
-                ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT_S)
-        for actor in actors:
-            ray.kill(actor)
 
     # ---------------------------------------------------------------------------------------------
 
@@ -246,17 +238,11 @@ class RayService:
         )
 
     def _environment(self, threads: int) -> dict[str, dict[str, str]]:
-        # PYTHONHASHSEED must be there before the interpreter starts. OpenMP threads of several
-        # processes spin against each other, so each rank gets its share of the cores.
-        variables = {
-            "PYTHONHASHSEED": self.config.hash_seed,
-            "OMP_NUM_THREADS": str(threads),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        if self.config.credentials is not None and "GRPC_VERBOSITY" not in os.environ:
-            # Nobody but gRPC hears why a server refused a handshake, and it says so from info on.
-            variables["GRPC_VERBOSITY"] = "info"
-        return {"env_vars": variables}
+        return ray_environment.of_actor(
+            hash_seed=self.config.hash_seed,
+            threads=threads,
+            credentials=self.config.credentials,
+        )
 
     def _all_started(
         self, starting: dict[Any, InstanceId], deadline: float

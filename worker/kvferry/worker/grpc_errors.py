@@ -48,6 +48,14 @@ def require_deadline(context: grpc.ServicerContext) -> None:
     require_call_seconds(context.time_remaining())
 
 
+def encoded_error(failed: grpc.RpcError) -> bytes | None:
+    """Return the error that the peer's handler sent with its refusal; None where gRPC failed."""
+    call: Any = failed
+    return next(
+        (value for key, value in call.trailing_metadata() or () if key == ERROR_METADATA_KEY), None
+    )
+
+
 def error_of_call(
     failed: grpc.RpcError, address: str, credentials: Credentials | None = None
 ) -> KvferryError:
@@ -57,9 +65,7 @@ def error_of_call(
     """
     call: Any = failed
     status, details = call.code().name, str(call.details())
-    encoded = next(
-        (value for key, value in call.trailing_metadata() or () if key == ERROR_METADATA_KEY), None
-    )
+    encoded = encoded_error(failed)
     if encoded is None and status == "UNAVAILABLE" and _NOT_CONNECTED in details:
         refused = why_no_connection(address, credentials)
         if refused is not None:
