@@ -17,6 +17,7 @@ from kvferry.cluster.bench.intertoken_peer import (
 )
 from kvferry.cluster.bench.rows import Row, rounds, row_of_pairs
 from kvferry.cluster.bench.transfer_peer import hashes_of
+from kvferry.cluster.progress import Progress
 from kvferry.proto.errors import TransferError
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import FIRST_GROUP, BlockId, Incarnation
@@ -45,18 +46,23 @@ PATHS: dict[str, tuple[Path, ...]] = {
 }
 
 
-def measure_intertoken(seconds: float) -> Iterator[Row]:
+def measure_intertoken(seconds: float, progress: Progress) -> Iterator[Row]:
     """Yield a row for each path: p99 of the time from token to token, beside an idle worker's.
 
+    A path by which the peer could not pull so fast has no row; `progress` is told why.
+
     Raises:
-        TransferError: the peer could not pull so fast.
         UnavailableError: one of its pulls failed.
     """
     decoding = _Decoding()
     try:
         for name, paths in PATHS.items():
-            with running_puller(decoding.address, decoding.worker.identity, paths) as puller:
-                pairs = [_pair(decoding, puller) for _ in rounds(seconds)]
+            try:
+                with running_puller(decoding.address, decoding.worker.identity, paths) as puller:
+                    pairs = [_pair(decoding, puller) for _ in rounds(seconds)]
+            except TransferError as slow:
+                progress(f"no row {name}: {slow}")
+                continue
             yield row_of_pairs(name, pairs, "idle", unit="ms")
     finally:
         decoding.worker.stop()

@@ -57,18 +57,18 @@ def bench_transfer(*, seconds: float, progress: Progress) -> tuple[dict[str, obj
             for row in _rows(name, ours, baselines, seconds):
                 progress(f"{row.name}: {row.value:.3f} GB/s, {row.ratio:.3f} of {row.baseline}")
                 rows.append(row)
-    for row in _intertoken_rows(seconds):
+    for row in _intertoken_rows(seconds, progress):
         progress(f"{row.name}: {row.value:.1f} ms, {row.ratio:.3f} of {row.baseline}")
         rows.append(row)
     return describe_machine(None), rows
 
 
-def _intertoken_rows(seconds: float) -> Iterator[Row]:
+def _intertoken_rows(seconds: float, progress: Progress) -> Iterator[Row]:
     if importlib.util.find_spec("transformers") is None:  # of the extra `demo`
         return
     from kvferry.cluster.bench.intertoken import measure_intertoken
 
-    yield from measure_intertoken(seconds)
+    yield from measure_intertoken(seconds, progress)
 
 
 @contextmanager
