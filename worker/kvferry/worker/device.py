@@ -10,7 +10,7 @@ moves a whole list of them with one wait at the end, because a wait per piece wo
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,6 +77,9 @@ class Device(Protocol):
 
     def write_rows(self, pieces: Sequence[DeviceBytes], rows: Rows, source: HostBytes) -> None:
         """Overwrite the rows of each piece with `source`, the reverse of `read_rows`."""
+
+    def copies(self) -> AbstractContextManager[None]:
+        """Let torch's copies in the body come after the model's queued work; done when it ends."""
 
 
 def gpus_per_process(name: str) -> int:
@@ -149,6 +152,10 @@ class CpuDevice:
         for piece, given in zip(pieces, _as_items(source), strict=True):
             _items(piece, source.shape[2])[rows] = given
 
+    def copies(self) -> AbstractContextManager[None]:
+        """Do nothing: what was called before is done."""
+        return nullcontext()
+
 
 def _items(piece: DeviceBytes, row_bytes: int) -> npt.NDArray[np.void]:
     """Return contiguous host memory as items of a row each, which numpy copies as one."""
@@ -214,7 +221,7 @@ class CudaDevice:
     def read_rows(self, pieces: Sequence[DeviceBytes], rows: Rows, out: HostBytes) -> None:
         """Collect the rows on the GPU and copy them over this thread's pinned buffer to `out`."""
         staged = self._staging([out.shape[1] * out.shape[2]] * len(pieces))
-        with self._after_queued_work():
+        with self.copies():
             chosen = torch.from_numpy(rows).to(self._device)
             for piece, target in zip(pieces, staged, strict=True):
                 taken = torch.as_tensor(piece).view(-1, out.shape[2]).index_select(0, chosen)
@@ -227,19 +234,19 @@ class CudaDevice:
         staged = self._staging([source.shape[1] * source.shape[2]] * len(pieces))
         for target, given in zip(staged, source, strict=True):
             target.numpy()[:] = given.reshape(-1)
-        with self._after_queued_work():
+        with self.copies():
             chosen = torch.from_numpy(rows).to(self._device)
             for piece, ready in zip(pieces, staged, strict=True):
                 moved = ready.to(self._device, non_blocking=True).view(-1, source.shape[2])
                 torch.as_tensor(piece).view(-1, source.shape[2]).index_copy_(0, chosen, moved)
 
     def _copy(self, pairs: "zip[tuple[torch.Tensor, torch.Tensor]]") -> None:
-        with self._after_queued_work():
+        with self.copies():
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
 
     @contextmanager
-    def _after_queued_work(self) -> Iterator[None]:
+    def copies(self) -> Iterator[None]:
         """Queue what the body does on the stream for copies, and wait for it at the end."""
         # The model computes on the default stream: what it has queued on these blocks comes first.
         self._copy_stream.wait_stream(torch.cuda.default_stream(self._device))

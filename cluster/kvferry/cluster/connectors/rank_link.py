@@ -1,0 +1,162 @@
+"""One rank of an engine as kvferry's other processes see it: a little memory, filled and emptied.
+
+Blocks pass through this memory both ways, because the engine's own lies in another order and in
+blocks of another size, may be on a GPU, and is nobody's to hand out. Half of it is for saving,
+half for loading.
+"""
+
+import threading
+from collections.abc import Sequence
+
+from kvferry.cluster.connectors.facts import EngineFacts
+from kvferry.cluster.connectors.orders import EngineBlocks
+from kvferry.cluster.connectors.paged_tensors import PagedTensors
+from kvferry.proto.credentials import Credentials
+from kvferry.proto.errors import ConfigError
+from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, LeaseId
+from kvferry.proto.step_messages import Source
+from kvferry.worker.device import open_device
+from kvferry.worker.group_load import group_load
+from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.pull import PullOutcome
+from kvferry.worker.service import WorkerService
+
+NO_LEASE = LeaseId("")
+
+
+class RankLink:
+    """Thread-safe as far as one thread saves and one loads.
+
+    Args:
+        facts: the engine.
+        rank: which of its ranks this is.
+        tensors: the rank's own memory.
+        staging_bytes: of both halves together.
+        bind: host to listen on; peers connect to it.
+        insecure: allow a host beyond loopback without credentials.
+        credentials: what it shows to its peers, and asks of them; None speaks plaintext.
+
+    Raises:
+        ConfigError: tensors that are not those of the rank, or too little memory for a block.
+        InsecureBindError: as `WorkerService.serve`.
+    """
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        rank: int,
+        tensors: PagedTensors,
+        *,
+        staging_bytes: int,
+        bind: str,
+        insecure: bool,
+        credentials: Credentials | None,
+    ) -> None:
+        self.facts = facts
+        self.rank = rank
+        self._tensors = tensors
+        unit = facts.unit_tokens // facts.hash_block_tokens
+        # All of a rank's blocks are as large as its share of heads and layers makes them.
+        whole_bytes = facts.identity.block_bytes(facts.hash_block_tokens)
+        share_bytes = max(1, whole_bytes // facts.layout.num_ranks)
+        self.num_slots = max(staging_bytes // 2 // share_bytes // unit, 1) * unit
+        memory = KvMemory(
+            open_device("cpu"),
+            facts.identity,
+            num_blocks=1 + 2 * self.num_slots,
+            layout=facts.layout,
+            rank=rank,
+        )
+        _require_fit(memory, tensors, facts)
+        self._memory = memory
+        self._service = WorkerService(
+            incarnation=facts.incarnation, memory=memory, credentials=credentials
+        )
+        self.address = self._service.serve(bind=bind, insecure=insecure)
+
+    def put(self, hashes: Sequence[BlockHash], first_block: int, blocks: EngineBlocks) -> None:
+        """Copy hash blocks of a request out of the engine, to be fetched here by their hashes.
+
+        Args:
+            hashes: of at most `num_slots` blocks.
+            first_block: which hash block of the request the first of them is.
+            blocks: of the engine, which hold all of their tokens.
+        """
+        slots = range(1, 1 + len(hashes))
+        self._service.reused(BlockId(slot) for slot in slots)
+        first_token = self._local(first_block * self.facts.hash_block_tokens)
+        skipped = first_token // self._tensors.block_tokens - blocks.first
+        begin_token = (blocks.first + skipped) * self._tensors.block_tokens
+        end_token = first_token + len(hashes) * self._memory.layout.block_tokens
+        num_blocks = -(-(end_token - begin_token) // self._tensors.block_tokens)
+        self._tensors.read(
+            [layer[:, slots.start : slots.stop] for layer in self._memory.layers],
+            blocks.ids[skipped : skipped + num_blocks],
+            first_token - begin_token,
+        )
+        self._service.written(FIRST_GROUP, zip(hashes, map(BlockId, slots), strict=True))
+
+    def forget(self) -> None:
+        """Let nobody fetch what was put here so far."""
+        self._service.reused(BlockId(slot) for slot in range(1, 1 + self.num_slots))
+
+    def pull(
+        self,
+        chain: Sequence[BlockHash],
+        first_block: int,
+        num_blocks: int,
+        source: Source,
+        *,
+        timeout_s: float,
+        cancel: threading.Event,
+    ) -> PullOutcome:
+        """Fetch at most `num_slots` hash blocks, this rank's part; they are verified when here."""
+        first_slot = 1 + self.num_slots
+        load = group_load(
+            chain,
+            FIRST_GROUP,
+            [BlockId(first_slot + index) for index in range(num_blocks)],
+            first_block=first_block,
+            block_tokens=self.facts.hash_block_tokens,
+            source_block_tokens=source.layout.virtual_block_tokens,
+            hash_block_tokens=self.facts.hash_block_tokens,
+        )
+        return self._service.pull(
+            source=source, lease_id=NO_LEASE, loads=[load], timeout_s=timeout_s, cancel=cancel
+        )
+
+    def take_out(self, num_blocks: int, first_block: int, blocks: EngineBlocks) -> None:
+        """Copy the first pulled hash blocks, whole blocks of the engine, to where they belong."""
+        begin = self._local(first_block * self.facts.hash_block_tokens)
+        count = num_blocks * self._memory.layout.block_tokens // self._tensors.block_tokens
+        skipped = begin // self._tensors.block_tokens - blocks.first
+        first_slot = 1 + self.num_slots
+        self._tensors.write(
+            [layer[:, first_slot : first_slot + num_blocks] for layer in self._memory.layers],
+            blocks.ids[skipped : skipped + count],
+        )
+
+    def stop(self) -> None:
+        """Stop serving and pulling. Repeating is fine."""
+        self._service.stop()
+
+    def _local(self, position: int) -> int:
+        """Return how many tokens before a block's begin this rank has."""
+        return position // self.facts.layout.token_shards
+
+
+def _require_fit(memory: KvMemory, tensors: PagedTensors, facts: EngineFacts) -> None:
+    wanted = [tuple(layer.shape[3:]) for layer in memory.layers]
+    given = [tuple(keys.shape[2:]) for keys, _ in tensors.layers]
+    per_rank = facts.engine_block_tokens // facts.layout.token_shards
+    if given != wanted or tensors.block_tokens != per_rank:
+        raise ConfigError(
+            "the engine's KV tensors are not those of this rank",
+            given={"layers": len(given), "heads, head_size": sorted(set(given))},
+            allowed={"layers": len(wanted), "heads, head_size": sorted(set(wanted))},
+        )
+    dtype = memory.layers[0].dtype
+    if tensors.dtype != dtype:
+        raise ConfigError(
+            "KV tensors of another dtype", given=str(tensors.dtype), allowed=str(dtype)
+        )

@@ -1,0 +1,198 @@
+"""Saving: finished blocks leave the engine in a thread of their own, in order."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from kvferry.cluster.connectors.orders import SaveOrder
+from kvferry.cluster.connectors.rank_link import RankLink
+from kvferry.proto.errors import KvferryError, NotFoundError
+from kvferry.proto.identity import Identity
+from kvferry.proto.ids import BlockHash
+from kvferry.proto.step_messages import Source
+
+_log = logging.getLogger(__name__)
+
+TAKE_TIMEOUT_S = 30.0
+# Other ranks copy the same blocks at about the same time.
+RETRY_PAUSE_S = 0.01
+RETRY_FOR_S = 5.0
+
+
+class Take(Protocol):
+    """Tells a store to fetch blocks from an engine."""
+
+    def __call__(
+        self,
+        address: str,
+        *,
+        identity: Identity,
+        hashes: Sequence[BlockHash],
+        first_block: int,
+        source: Source,
+        timeout_s: float,
+    ) -> int:
+        """Return how many of the first hashes the store holds then.
+
+        Raises:
+            KvferryError: it took none of what it lacks.
+        """
+
+
+class Saver:
+    """Thread-safe.
+
+    Rank 0 of an engine also tells the store to take what all ranks have copied. What cannot be
+    saved is logged and left out: it will be a miss.
+    """
+
+    def __init__(self, link: RankLink, take: Take) -> None:
+        self._link = link
+        self._take = take
+        self._changed = threading.Condition()
+        self._orders: deque[_Saving] = deque()
+        self._current: _Saving | None = None
+        self._is_copying = False
+        self._stopped = False
+        self.num_saved_blocks = 0
+        self.num_failed_blocks = 0
+        self._thread = threading.Thread(target=self._run, name="kvferry-save", daemon=True)
+        self._thread.start()
+
+    def submit(self, orders: Sequence[SaveOrder], engine: Source, store_address: str) -> None:
+        """Take orders to be carried out after those before."""
+        with self._changed:
+            self._orders.extend(_Saving(order, engine, store_address) for order in orders)
+            self._changed.notify_all()
+
+    def withdraw(self, overwritten: frozenset[int]) -> None:
+        """Give up what is still to be read from these blocks; return when nobody reads them."""
+        self._give_up(lambda order: not overwritten.isdisjoint(order.blocks.ids))
+
+    def reset(self) -> None:
+        """Give up everything that is not saved yet, and forget what was copied."""
+        self._give_up(lambda order: True)
+        self._link.forget()
+
+    def reads(self, request_id: str) -> bool:
+        """Return whether a request's blocks are still to be read."""
+        with self._changed:
+            return self._reads(request_id)
+
+    def wait_read(self, request_ids: Iterable[str], timeout_s: float) -> None:
+        """Wait until the blocks of one of the requests are read."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not all(map(self._reads, request_ids)), timeout=timeout_s
+            )
+
+    def stop(self) -> None:
+        """Give up what is not being copied, and stop."""
+        self._give_up(lambda order: True)
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join(timeout=TAKE_TIMEOUT_S)
+
+    def _give_up(self, concerns: Callable[[SaveOrder], bool]) -> None:
+        with self._changed:
+            for saving in (self._current, *self._orders):
+                if saving is not None and concerns(saving.order):
+                    saving.is_given_up = True
+            self._orders = deque(one for one in self._orders if not one.is_given_up)
+            self._changed.notify_all()
+            current = self._current
+            if current is not None and concerns(current.order):
+                self._changed.wait_for(lambda: not self._is_copying)
+
+    def _reads(self, request_id: str) -> bool:
+        return any(
+            saving is not None and not saving.is_read and saving.order.request_id == request_id
+            for saving in (self._current, *self._orders)
+        )
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._current = None
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._orders or self._stopped)
+                if self._stopped:
+                    return
+                saving = self._current = self._orders.popleft()
+            try:
+                num_saved = self._save(saving)
+            except Exception:
+                # The next order may well succeed; a thread that is gone saves nothing any more.
+                _log.exception("a save of %s failed", saving.order.request_id)
+                num_saved = 0
+            self.num_saved_blocks += num_saved
+            self.num_failed_blocks += len(saving.order.hashes) - num_saved
+
+    def _save(self, saving: "_Saving") -> int:
+        """Return how many of the order's first blocks were saved."""
+        order, size = saving.order, self._link.num_slots
+        for begin in range(0, len(order.hashes), size):
+            hashes = order.hashes[begin : begin + size]
+            if not self._copied(saving, hashes, order.first_block + begin):
+                return begin
+            with self._changed:
+                saving.is_read = begin + size >= len(order.hashes)
+                self._changed.notify_all()
+            if not self._taken(saving, hashes, order.first_block + begin):
+                return begin
+        return len(order.hashes)
+
+    def _copied(self, saving: "_Saving", hashes: Sequence[BlockHash], first_block: int) -> bool:
+        with self._changed:
+            if saving.is_given_up:
+                return False
+            self._is_copying = True
+        try:
+            self._link.put(hashes, first_block, saving.order.blocks)
+        finally:
+            with self._changed:
+                self._is_copying = False
+                self._changed.notify_all()
+        return True
+
+    def _taken(self, saving: "_Saving", hashes: Sequence[BlockHash], first_block: int) -> bool:
+        if self._link.rank:
+            return True
+        end_s = time.monotonic() + RETRY_FOR_S
+        why: object = "another rank has not copied them"
+        while not saving.is_given_up and time.monotonic() < end_s:
+            try:
+                held = self._take(
+                    saving.store_address,
+                    identity=self._link.facts.identity,
+                    hashes=hashes,
+                    first_block=first_block,
+                    source=saving.engine,
+                    timeout_s=TAKE_TIMEOUT_S,
+                )
+            except NotFoundError as missing:
+                held, why = 0, missing
+            except KvferryError as refused:
+                why = refused
+                break
+            if held == len(hashes):
+                return True
+            time.sleep(RETRY_PAUSE_S)
+        if not saving.is_given_up:
+            _log.warning("%d blocks were not saved: %s", len(hashes), why)
+        return False
+
+
+class _Saving:
+    """An order on its way."""
+
+    def __init__(self, order: SaveOrder, engine: Source, store_address: str) -> None:
+        self.order = order
+        self.engine = engine
+        self.store_address = store_address
+        self.is_given_up = False
+        self.is_read = False
