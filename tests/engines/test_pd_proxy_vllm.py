@@ -5,20 +5,14 @@ import json
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 from examples.pd_proxy.proxy import Proxy, Settings
-from tests.engines.vllm_servers import PYTHON, running_servers
-
-from kvferry.worker.model.demo_model import ensure_demo_model
-
-pytestmark = [
-    pytest.mark.skipif(PYTHON is None, reason="KVFERRY_VLLM_PYTHON is not set"),
-    pytest.mark.timeout(900),
-]
+from tests.engines.vllm_servers import counted, running_servers
 
 TEXT = "The stations of the coastal line lie between the harbour and the lighthouse. " * 12
 
@@ -33,8 +27,7 @@ class Servers:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    model = ensure_demo_model()
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     logs = tmp_path_factory.mktemp("vllm")
     with running_servers(model, 2, log_folder=logs) as (prefill, decode):
         yield Servers(prefill, decode, model.name)
@@ -67,13 +60,6 @@ async def text_of(client: aiohttp.ClientSession, url: str, body: dict[str, Any])
         else choice.get("delta", choice.get("message"))["content"] or ""
         for choice in choices
     )
-
-
-async def counted(client: aiohttp.ClientSession, url: str, name: str) -> float:
-    """Return a counter or gauge of vLLM's, summed over its labels."""
-    async with client.get(f"{url}/metrics") as answer:
-        lines = (await answer.text()).splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
 def requests(model: str) -> list[dict[str, Any]]:

@@ -2,33 +2,22 @@
 
 import asyncio
 import contextlib
-import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
 from aiohttp.test_utils import unused_port
+from tests.engines.engines import PYTHON, environment
 
-PYTHON = os.environ.get("KVFERRY_VLLM_PYTHON")
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
-REPOSITORY = Path(__file__).parents[2]
 SETTINGS = (
     "--enforce-eager",
     *("--dtype", "float32"),
     *("--block-size", "32"),
     *("--max-model-len", "4096"),
 )
-VARIABLES = {
-    "PYTHONPATH": os.pathsep.join(
-        str(REPOSITORY / folder) for folder in ("cluster", "coordinator", "proto", "worker")
-    ),
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
 
 
 @contextlib.contextmanager
@@ -54,7 +43,7 @@ def running_servers(
             ]
             log = stack.enter_context((log_folder / f"vllm-{index}.log").open("w"))
             process = subprocess.Popen(
-                command, env={**os.environ, **VARIABLES}, stdout=log, stderr=subprocess.STDOUT
+                command, env=environment(), stdout=log, stderr=subprocess.STDOUT
             )
             stack.callback(_stop, process)
             servers[f"http://127.0.0.1:{port}"] = process
@@ -76,6 +65,13 @@ async def _is_healthy(client: aiohttp.ClientSession, url: str) -> bool:
             return answer.ok
     except aiohttp.ClientConnectorError:
         return False
+
+
+async def counted(client: aiohttp.ClientSession, url: str, name: str) -> float:
+    """Return a counter or gauge of a server, summed over its labels."""
+    async with client.get(f"{url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
