@@ -63,13 +63,15 @@ def test_tensors_may_lie_in_any_order_that_vllm_has(order: str) -> None:
         assert a.holds(dense, others, NUM_TOKENS)
 
 
-def test_more_than_fits_into_the_staging_memory_goes_through_it_piece_by_piece() -> None:
+@pytest.mark.parametrize("name", ["tp 1", "tp 2", "tp 4, dcp 2, interleaved"])
+def test_more_than_fits_into_the_staging_memory_goes_through_it_piece_by_piece(name: str) -> None:
+    layout = LAYOUTS[name]
     hashes, dense = prompt(NUM_TOKENS)
     with (
         running_service() as service,
-        running_engine(service, vllm(block_tokens=32), name="a", staging_bytes=1) as a,
+        running_engine(service, layout, name="a", staging_bytes=1) as a,
     ):
-        assert a.ranks[0].half.link.num_slots == 2
+        assert a.ranks[0].half.link.num_slots == layout.virtual_block_tokens // 16
         blocks, others = a.blocks(NUM_TOKENS), a.blocks(NUM_TOKENS, first_id=12)
         a.fill(dense, blocks)
         a.save(hashes[:5], blocks)

@@ -2,7 +2,7 @@
 
 from kvferry.cluster.engine_info import AttachedEngine, EngineInfo
 
-HEARTBEAT_S = 10.0
+HEARTBEAT_S = 5.0
 """How often an engine attaches again, to be known to live."""
 
 FORGET_S = 60.0

@@ -49,6 +49,7 @@ class Answers:
         self.open: list[Future[Prefix]] = []
         self.kept: list[int] = []
         self.resets = True
+        self.store_address: str | None = "127.0.0.1:2"
 
     def look_up(self, hashes: Sequence[BlockHash]) -> "Future[Prefix]":
         self.asked.append(tuple(hashes))
@@ -117,6 +118,6 @@ def make_half(answers: Answers, clock: Clock) -> SchedulerHalf:
         FACTS,
         answers,
         keys_of=lambda request: request.keys,
-        store_address=lambda: "127.0.0.1:2",
+        store_address=lambda: answers.store_address,
         clock=clock,
     )

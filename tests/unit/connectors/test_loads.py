@@ -11,10 +11,8 @@ from tests.unit.connectors.made_up import (
 )
 
 from kvferry.cluster.connectors.orders import EngineBlocks, HeldPrefix, LoadOrder
-from kvferry.cluster.connectors.scheduler_half import (
-    LOOKUP_VALID_S,
-    SchedulerHalf,
-)
+from kvferry.cluster.connectors.scheduler_half import SchedulerHalf
+from kvferry.cluster.connectors.tracked_request import LOOKUP_VALID_S
 
 
 def test_a_prefix_is_promised_once_the_answer_is_here_in_whole_blocks_but_the_last_token(
@@ -65,6 +63,18 @@ def test_an_old_answer_is_asked_for_anew(
     assert half.match(request, 0) is None
     answers.answer(2)
     assert half.match(request, 0) == 8
+
+
+def test_an_answer_that_took_long_counts_from_when_it_came(
+    half: SchedulerHalf, answers: Answers, clock: Clock
+) -> None:
+    request = make_request(24)
+    half.match(request, 0)
+    clock.now_s = 10 * LOOKUP_VALID_S
+    answers.answer(6)
+    clock.now_s += LOOKUP_VALID_S
+    assert half.match(request, 0) == 16
+    assert len(answers.asked) == 1
 
 
 def test_an_allocation_orders_the_load_into_its_blocks_once(
@@ -118,6 +128,19 @@ def test_after_a_load_that_failed_the_request_computes(
     half.match(request, 0)
     half.allocated(request, [5, 6, 7], 16)
     half.loaded(["r"], frozenset({6}))
+    assert half.match(request, 0) == 0
+
+
+def test_a_load_that_one_rank_reports_as_failed_before_the_others_end_has_failed(
+    half: SchedulerHalf, answers: Answers
+) -> None:
+    request = make_request(24)
+    half.match(request, 0)
+    answers.answer(6)
+    half.match(request, 0)
+    half.allocated(request, [5, 6, 7], 16)
+    half.loaded([], frozenset({6}))
+    half.loaded(["r"], frozenset())
     assert half.match(request, 0) == 0
 
 

@@ -138,6 +138,18 @@ def test_a_prefill_for_another_engine_says_how_much_it_saves_and_has_it_kept(
     assert answers.kept == [2]
 
 
+def test_a_prefill_promises_nothing_to_another_engine_while_there_is_no_store(
+    half: SchedulerHalf, answers: Answers
+) -> None:
+    answers.store_address = None
+    request = make_request(10, kv_transfer_params={"do_remote_decode": True})
+    half.match(request, 0)
+    answers.answer(0)
+    half.allocated(request, [5, 6], 0)
+    assert half.finished(request, 10, [5, 6]) == (True, None)
+    assert answers.kept == []
+
+
 def test_a_decode_waits_for_what_a_prefill_has_announced_but_not_for_ever(
     half: SchedulerHalf, answers: Answers, clock: Clock
 ) -> None:

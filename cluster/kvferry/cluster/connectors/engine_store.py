@@ -8,19 +8,19 @@ from kvferry.cluster.attached_store import AttachedStore
 from kvferry.cluster.client_lease import Lease, acquire_lease
 from kvferry.cluster.control_client import ControlClient
 from kvferry.cluster.engine_info import EngineInfo
+from kvferry.cluster.engine_roll import HEARTBEAT_S
 from kvferry.cluster.node_client import NodeClient
 from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, InstanceId
-from kvferry.proto.messages import Describe, Description
+from kvferry.proto.messages import Describe, Description, Locate, Located
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import Source
 from kvferry.worker.transfer_client import TransferClient
 
 _log = logging.getLogger(__name__)
 
-ATTACH_EVERY_S = 5.0
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 
@@ -97,6 +97,19 @@ class EngineStore:
             timeout_s=timeout_s,
         )
 
+    def holds(self, address: str, *, identity: Identity, hashes: Sequence[BlockHash]) -> bool:
+        """Return whether the store at an address holds all of the blocks.
+
+        Raises:
+            UnavailableError, DeadlineError: the service does not answer.
+        """
+        command = Locate(identity_digest=identity.digest(), hashes=tuple(hashes))
+        holders = self.control.ask(command, Located).holders
+        return any(
+            address in holder.source.rank_addresses and holder.num_hashes == len(hashes)
+            for holder in holders
+        )
+
     def lease(
         self, identity: Identity, hashes: Sequence[BlockHash], source: Source, ttl_s: float
     ) -> Lease:
@@ -126,7 +139,7 @@ class EngineStore:
         self._transfer.close()
 
     def _keep_attached(self, identity: Identity, engine: EngineInfo) -> None:
-        while not self._closed.wait(ATTACH_EVERY_S):
+        while not self._closed.wait(HEARTBEAT_S):
             try:
                 attached = self._node.attach(identity, timeout_s=START_TIMEOUT_S, engine=engine)
             except KvferryError as error:

@@ -1,6 +1,5 @@
 """What a connector knows of its engine, whichever engine it is. Pure."""
 
-import math
 from dataclasses import dataclass, replace
 
 from kvferry.cluster.engine_info import EngineInfo
@@ -22,7 +21,7 @@ class EngineFacts:
     over all ranks. `version` says what it runs, such as "vllm 0.32.0".
 
     Raises:
-        ConfigError: blocks of the two sizes do not go together.
+        ConfigError: the engine's blocks are no multiple of the hash block.
     """
 
     engine_id: str
@@ -34,7 +33,7 @@ class EngineFacts:
     version: str
 
     def __post_init__(self) -> None:
-        hashes_per_block(self.layout.virtual_block_tokens, self.scheme.hash_block_tokens)
+        hashes_per_block(self.engine_block_tokens, self.scheme.hash_block_tokens)
 
     @property
     def instance_id(self) -> InstanceId:
@@ -57,9 +56,9 @@ class EngineFacts:
         return self.scheme.hash_block_tokens
 
     @property
-    def unit_tokens(self) -> int:
-        """Loads begin and end at multiples of this: whole blocks of the engine and of the hash."""
-        return math.lcm(self.engine_block_tokens, self.hash_block_tokens)
+    def hashes_per_block(self) -> int:
+        """Hash blocks of one block of the engine; loads begin and end at multiples of this."""
+        return hashes_per_block(self.engine_block_tokens, self.hash_block_tokens)
 
 
 def travelling_layout(engine: Layout, hash_block_tokens: int) -> Layout:

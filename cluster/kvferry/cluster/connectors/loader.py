@@ -144,7 +144,7 @@ class Loader:
             _log.warning("%s gave nothing: %s", holder.source.instance_id, error)
 
     def _pull(self, loading: "_Loading", lease: Lease, source: Source) -> None:
-        unit = self._link.facts.unit_tokens // self._link.facts.hash_block_tokens
+        unit = self._link.facts.hashes_per_block
         end_block = min(loading.order.end_block, lease.num_blocks // unit * unit)
         while (first := loading.next_block) < end_block:
             wanted = min(self._link.num_slots, end_block - first)

@@ -55,7 +55,7 @@ class RankLink:
         self.facts = facts
         self.rank = rank
         self._tensors = tensors
-        unit = facts.unit_tokens // facts.hash_block_tokens
+        unit = facts.hashes_per_block
         # All of a rank's blocks are as large as its share of heads and layers makes them.
         whole_bytes = facts.identity.block_bytes(facts.hash_block_tokens)
         share_bytes = max(1, whole_bytes // facts.layout.num_ranks)

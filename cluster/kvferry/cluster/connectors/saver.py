@@ -17,9 +17,11 @@ from kvferry.proto.step_messages import Source
 _log = logging.getLogger(__name__)
 
 TAKE_TIMEOUT_S = 30.0
-# Other ranks copy the same blocks at about the same time.
+# Other ranks copy the same blocks at about the same time. Rank 0 is the more patient, so that after
+# a save that failed the others are back with it before it gives up the next one too.
 RETRY_PAUSE_S = 0.01
-RETRY_FOR_S = 5.0
+RETRY_FOR_S = 10.0
+OTHERS_WAIT_FOR_S = 5.0
 
 
 class Take(Protocol):
@@ -42,16 +44,28 @@ class Take(Protocol):
         """
 
 
+class Holds(Protocol):
+    """Asks whether a store holds blocks."""
+
+    def __call__(self, address: str, *, identity: Identity, hashes: Sequence[BlockHash]) -> bool:
+        """Return whether the store at the address holds all of them.
+
+        Raises:
+            KvferryError: the service does not answer.
+        """
+
+
 class Saver:
     """Thread-safe.
 
-    Rank 0 of an engine also tells the store to take what all ranks have copied. What cannot be
-    saved is logged and left out: it will be a miss.
+    Rank 0 of an engine tells the store to take what all ranks have copied; the others keep their
+    copies until it has. What cannot be saved is logged and left out: it will be a miss.
     """
 
-    def __init__(self, link: RankLink, take: Take) -> None:
+    def __init__(self, link: RankLink, take: Take, holds: Holds) -> None:
         self._link = link
         self._take = take
+        self._holds = holds
         self._changed = threading.Condition()
         self._orders: deque[_Saving] = deque()
         self._current: _Saving | None = None
@@ -160,31 +174,35 @@ class Saver:
         return True
 
     def _taken(self, saving: "_Saving", hashes: Sequence[BlockHash], first_block: int) -> bool:
-        if self._link.rank:
-            return True
-        end_s = time.monotonic() + RETRY_FOR_S
+        end_s = time.monotonic() + (OTHERS_WAIT_FOR_S if self._link.rank else RETRY_FOR_S)
         why: object = "another rank has not copied them"
         while not saving.is_given_up and time.monotonic() < end_s:
             try:
-                held = self._take(
-                    saving.store_address,
-                    identity=self._link.facts.identity,
-                    hashes=hashes,
-                    first_block=first_block,
-                    source=saving.engine,
-                    timeout_s=TAKE_TIMEOUT_S,
-                )
+                if self._is_stored(saving, hashes, first_block):
+                    return True
             except NotFoundError as missing:
-                held, why = 0, missing
+                why = missing
             except KvferryError as refused:
                 why = refused
                 break
-            if held == len(hashes):
-                return True
             time.sleep(RETRY_PAUSE_S)
         if not saving.is_given_up:
             _log.warning("%d blocks were not saved: %s", len(hashes), why)
         return False
+
+    def _is_stored(self, saving: "_Saving", hashes: Sequence[BlockHash], first_block: int) -> bool:
+        identity = self._link.facts.identity
+        if self._link.rank:
+            return self._holds(saving.store_address, identity=identity, hashes=hashes)
+        num_held = self._take(
+            saving.store_address,
+            identity=identity,
+            hashes=hashes,
+            first_block=first_block,
+            source=saving.engine,
+            timeout_s=TAKE_TIMEOUT_S,
+        )
+        return num_held == len(hashes)
 
 
 class _Saving:

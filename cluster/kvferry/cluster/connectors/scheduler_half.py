@@ -20,8 +20,6 @@ from kvferry.proto.step_messages import Source
 
 _log = logging.getLogger(__name__)
 
-# An answer is "really available now" only for a moment.
-LOOKUP_VALID_S = 2.0
 HANDOFF_LEASE_S = 60.0
 # How long a decode engine waits for blocks that a prefill engine said it is saving.
 HANDOFF_WAIT_S = 10.0
@@ -161,12 +159,16 @@ class SchedulerHalf:
         return orders
 
     def loaded(self, request_ids: Sequence[str], failed_ids: frozenset[int]) -> None:
-        """Take note of loads that ended, and of the blocks they left without their content."""
+        """Take note of loads that ended, and of the blocks they left without their content.
+
+        A rank's failed blocks may come before the other ranks have ended the load.
+        """
+        for tracked in self._requests.values():
+            if tracked.is_loading and not failed_ids.isdisjoint(tracked.block_ids):
+                tracked.has_failed = True
         for request_id in request_ids:
-            tracked = self._requests.get(request_id)
-            if tracked is not None and tracked.is_loading:
-                tracked.is_loading = False
-                tracked.has_failed = not failed_ids.isdisjoint(tracked.block_ids)
+            if request_id in self._requests:
+                self._requests[request_id].is_loading = False
 
     def finished(
         self, request: Any, num_computed_tokens: int, block_ids: Sequence[int]
@@ -233,14 +235,12 @@ class SchedulerHalf:
 
     def _prefix(self, tracked: TrackedRequest) -> Prefix | None:
         """Return what is held of the request's prefix; None until the answer is here."""
-        now_s = self._clock()
-        lookup = tracked.lookup
-        if lookup is None or (lookup.answer.done() and now_s - lookup.asked_s > LOOKUP_VALID_S):
+        if tracked.lookup is None or tracked.lookup.is_old(self._clock()):
             hashes = tracked.hashes()
             if not hashes:
                 return NOTHING
             tracked.prefix = None
-            tracked.lookup = Lookup(self._service.look_up(hashes), now_s)
+            tracked.lookup = Lookup(self._service.look_up(hashes), self._clock)
         return self._answer(tracked)
 
     def _answer(self, tracked: TrackedRequest) -> Prefix | None:
@@ -253,7 +253,7 @@ class SchedulerHalf:
 
     def _usable_tokens(self, tracked: TrackedRequest, num_tokens: int) -> int:
         """Return how many of the first tokens can be loaded: the last one is computed anyway."""
-        unit = self._facts.unit_tokens
+        unit = self._facts.engine_block_tokens
         return min(num_tokens, tracked.num_tokens - 1) // unit * unit
 
     def _waits_for_prefill(self, tracked: TrackedRequest, found: int) -> bool:
@@ -321,7 +321,9 @@ class SchedulerHalf:
 
     def _handoff(self, tracked: TrackedRequest, num_blocks: int) -> dict[str, Any] | None:
         params: Mapping[str, Any] = tracked.request.kv_transfer_params or {}
-        if not params.get("do_remote_decode") or not num_blocks or not tracked.may_save:
+        is_wanted = params.get("do_remote_decode") and num_blocks
+        if not is_wanted or not tracked.may_save or self._store_address() is None:
+            # Nobody is to wait for what is not being saved.
             return None
         self._service.keep_when_stored(tracked.hashes()[:num_blocks], HANDOFF_LEASE_S)
         return {

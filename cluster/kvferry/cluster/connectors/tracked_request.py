@@ -1,5 +1,7 @@
 """What the scheduler half remembers of one request."""
 
+import math
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +12,25 @@ from kvferry.proto.hashing import HashChain
 from kvferry.proto.ids import BlockHash
 from kvferry.proto.scheme import HashScheme
 
+# An answer is "really available now" only for a moment.
+LOOKUP_VALID_S = 2.0
 
-@dataclass(slots=True)
+
 class Lookup:
-    """One question after a request's prefix."""
+    """One question after a request's prefix; `clock` says when it was asked, and answered."""
 
-    answer: "Future[Prefix]"
-    asked_s: float
+    def __init__(self, answer: "Future[Prefix]", clock: Callable[[], float]) -> None:
+        self.answer = answer
+        self.asked_s = clock()
+        self._answered_s = math.inf
+        answer.add_done_callback(lambda _: self._note(clock()))
+
+    def is_old(self, now_s: float) -> bool:
+        """Return whether the answer came more than a moment ago, however long it took."""
+        return now_s - self._answered_s > LOOKUP_VALID_S
+
+    def _note(self, now_s: float) -> None:
+        self._answered_s = now_s
 
 
 @dataclass(slots=True)

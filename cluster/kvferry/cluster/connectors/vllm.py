@@ -168,7 +168,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             credentials=self._settings.credentials(),
         )
         self._worker = WorkerHalf(
-            link, self._store.take, self._store.lease, load_timeout_s=self._settings.load_timeout_s
+            link,
+            self._store.take,
+            self._store.holds,
+            self._store.lease,
+            load_timeout_s=self._settings.load_timeout_s,
         )
         self._handshake = FerryHandshake(rank=rank, address=link.address)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import xxhash
 
+from kvferry.proto.errors import ModelError
 from kvferry.proto.extra_keys import LoraKey, MultimodalItem, PromptEmbeds, RequestKeys
 
 
@@ -14,6 +15,9 @@ def keys_of(request: Any) -> RequestKeys | None:
     """Return what the request's blocks depend on besides its tokens; None: it cannot be shared.
 
     That is a prompt in which embeddings and tokens are mixed.
+
+    Raises:
+        ModelError: an adapter whose files cannot be read.
     """
     embeds = request.prompt_embeds
     if embeds is not None and getattr(request, "prompt_is_token_ids", None) is not None:
@@ -44,14 +48,20 @@ def _version_of(path: str) -> str:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return path
+    try:
+        return _digest(_stats_of(folder))
+    except OSError as error:
+        raise ModelError("the files of an adapter cannot be read", given=str(error)) from error
+
+
+def _stats_of(folder: Path) -> tuple[tuple[str, int, int], ...]:
     files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
     config = folder / "adapter_config.json"
-    stats = tuple(
+    return tuple(
         (str(file), file.stat().st_size, file.stat().st_mtime_ns)
         for file in (config, *files)
         if file.is_file()
     )
-    return _digest(stats)
 
 
 @cache
