@@ -126,6 +126,36 @@ def test_a_step_waits_until_the_blocks_it_overwrites_are_read(
     assert reported(engine, 1) == {"a"}
 
 
+def test_the_engines_device_is_waited_for_before_blocks_are_read_and_before_they_are_filled(
+    service: Service, engine: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = engine.ranks[0].half
+    is_done = threading.Event()
+    monkeypatch.setattr(RankLink, "queued", lambda link: lambda: is_done.wait(TIMEOUT_S))
+    half.end(save(engine, "a", HASHES, 3, 4))
+    assert half.finished(Orders(is_idle=True)) == (set(), set())
+    engine.fill(DENSE, EngineBlocks(first=0, ids=(3, 4)))
+    is_done.set()
+    service.wait_stored(HASHES)
+    is_done.clear()
+    load = LoadOrder(
+        request_id="b",
+        first_block=0,
+        end_block=4,
+        chain=HASHES,
+        blocks=EngineBlocks(first=0, ids=(7, 8)),
+        holders=(service.holder(HASHES),),
+    )
+    half.start_loads(Orders(loads=(load,)))
+    assert half.finished(Orders(is_idle=True))[1] == set()
+    engine.fill(OTHER_DENSE, EngineBlocks(first=0, ids=(7, 8)))
+    is_done.set()
+    found = [half.finished(Orders(is_idle=True))[1] for _ in range(100)]
+    assert [one for one in found if one] == [{"b"}]
+    assert half.failed_blocks() == set()
+    assert engine.holds(DENSE, EngineBlocks(first=0, ids=(7, 8)), NUM_TOKENS)
+
+
 def test_after_a_reset_nothing_that_waited_is_saved(
     service: Service, engine: StandIn, gate: Gate
 ) -> None:

@@ -87,6 +87,29 @@ def test_a_copy_sees_what_was_queued_on_the_default_stream_before_it() -> None:
     assert (page == 2.0).all()
 
 
+def test_work_on_a_stream_of_its_own_is_waited_for_by_another_thread() -> None:
+    device, page = open_device("cuda"), torch.zeros(1 << 20, device="cuda")
+    big = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        for _ in range(20):
+            big = big @ big
+            big /= big.norm()
+        page.fill_(2.0)
+        queued = device.queued()
+    seen: list[bool] = []
+
+    def read() -> None:
+        queued()
+        with device.copies():
+            seen.append(bool((page.to("cpu") == 2.0).all()))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join(60)
+    assert seen == [True]
+
+
 def test_threads_do_not_share_a_staging_buffer() -> None:
     gpu = memory("cuda")
     for block_id in range(1, 33):

@@ -81,6 +81,12 @@ class Device(Protocol):
     def copies(self) -> AbstractContextManager[None]:
         """Let torch's copies in the body come after the model's queued work; done when it ends."""
 
+    def queued(self) -> Callable[[], None]:
+        """Return what waits until the work that the calling thread has queued so far is done.
+
+        For engines that compute on a stream of their own, which `copies` knows nothing of.
+        """
+
 
 def gpus_per_process(name: str) -> int:
     """Return how many GPUs a process on the device of this name asks its cluster for."""
@@ -155,6 +161,10 @@ class CpuDevice:
     def copies(self) -> AbstractContextManager[None]:
         """Do nothing: what was called before is done."""
         return nullcontext()
+
+    def queued(self) -> Callable[[], None]:
+        """Return what does nothing: what was called before is done."""
+        return lambda: None
 
 
 def _items(piece: DeviceBytes, row_bytes: int) -> npt.NDArray[np.void]:
@@ -255,6 +265,12 @@ class CudaDevice:
             yield
             done.record(self._copy_stream)
         done.synchronize()
+
+    def queued(self) -> Callable[[], None]:
+        """Return what waits for the calling thread's current stream, as far as it is filled now."""
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(self._device))
+        return done.synchronize
 
     def _staging(self, lengths: Sequence[int]) -> list[torch.Tensor]:
         """Return pinned slices of these lengths, next to each other in this thread's buffer."""

@@ -4,8 +4,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.cluster.client_lease import Lease
@@ -56,7 +56,7 @@ class Loader:
         self._lease = lease
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._orders: deque[tuple[LoadOrder, threading.Event]] = deque()
+        self._orders: deque[_Loading] = deque()
         self._cancels: dict[str, threading.Event] = {}
         self._ended: list[Loaded] = []
         self._stopped = False
@@ -66,11 +66,13 @@ class Loader:
         self._thread.start()
 
     def submit(self, orders: Sequence[LoadOrder]) -> None:
-        """Take orders; each request has one at a time."""
+        """Take orders; each request has one at a time. The engine's thread calls this."""
+        unused = self._link.queued()
         with self._changed:
             for order in orders:
-                cancel = self._cancels[order.request_id] = threading.Event()
-                self._orders.append((order, cancel))
+                loading = _Loading(order, unused)
+                self._cancels[order.request_id] = loading.cancel
+                self._orders.append(loading)
             self._changed.notify_all()
 
     def cancel(self, request_ids: frozenset[str]) -> None:
@@ -103,8 +105,8 @@ class Loader:
                 self._changed.wait_for(lambda: self._orders or self._stopped)
                 if not self._orders:
                     return
-                order, cancel = self._orders.popleft()
-            loading = _Loading(order, cancel, time.monotonic() + self._timeout_s)
+                loading = self._orders.popleft()
+            order, loading.end_s = loading.order, time.monotonic() + self._timeout_s
             try:
                 for holder in order.holders:
                     if not loading.goes_on():
@@ -158,6 +160,7 @@ class Loader:
             )
             arrived = outcome.num_blocks_of_run[0] // unit * unit
             if arrived:
+                loading.unused()
                 self._link.take_out(arrived, first, loading.order.blocks)
                 loading.num_done += arrived
             if arrived < wanted:
@@ -173,11 +176,15 @@ class Loader:
 
 @dataclass(slots=True)
 class _Loading:
-    """An order under way; `num_done` of its first hash blocks are in the engine's memory."""
+    """An order under way; `num_done` of its first hash blocks are in the engine's memory.
+
+    `unused` waits until the engine's device does nothing any more with what its blocks held.
+    """
 
     order: LoadOrder
-    cancel: threading.Event
-    end_s: float
+    unused: Callable[[], None]
+    cancel: threading.Event = field(default_factory=threading.Event)
+    end_s: float = 0.0
     num_done: int = 0
 
     @property

@@ -1,6 +1,6 @@
 """An engine's own paged KV tensors, seen in one form whatever order they lie in."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -67,6 +67,10 @@ class PagedTensors:
                 for side, tokens in zip(layer, given, strict=True):
                     shape = (len(block_ids), *side.shape[1:])
                     side.index_copy_(0, ids, tokens.reshape(shape).to(self._on))
+
+    def queued(self) -> Callable[[], None]:
+        """Return what waits until the work that the calling thread has queued so far is done."""
+        return self._device.queued()
 
     def _copies(self) -> AbstractContextManager[None]:
         return self._device.copies()

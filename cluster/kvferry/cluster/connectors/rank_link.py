@@ -6,7 +6,7 @@ half for loading.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvferry.cluster.connectors.facts import EngineFacts
 from kvferry.cluster.connectors.orders import EngineBlocks
@@ -73,6 +73,10 @@ class RankLink:
             incarnation=facts.incarnation, memory=memory, credentials=credentials
         )
         self.address = self._service.serve(bind=bind, insecure=insecure)
+
+    def queued(self) -> Callable[[], None]:
+        """Return what waits until the engine's work up to now is done: its thread calls this."""
+        return self._tensors.queued()
 
     def put(self, hashes: Sequence[BlockHash], first_block: int, blocks: EngineBlocks) -> None:
         """Copy hash blocks of a request out of the engine, to be fetched here by their hashes.

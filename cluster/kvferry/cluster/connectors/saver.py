@@ -77,9 +77,10 @@ class Saver:
         self._thread.start()
 
     def submit(self, orders: Sequence[SaveOrder], engine: Source, store_address: str) -> None:
-        """Take orders to be carried out after those before."""
+        """Take orders to be carried out after those before; the engine's thread calls this."""
+        computed = self._link.queued()
         with self._changed:
-            self._orders.extend(_Saving(order, engine, store_address) for order in orders)
+            self._orders.extend(_Saving(order, engine, store_address, computed) for order in orders)
             self._changed.notify_all()
 
     def withdraw(self, overwritten: frozenset[int]) -> None:
@@ -161,6 +162,7 @@ class Saver:
         return len(order.hashes)
 
     def _copied(self, saving: "_Saving", hashes: Sequence[BlockHash], first_block: int) -> bool:
+        saving.computed()
         with self._changed:
             if saving.is_given_up:
                 return False
@@ -206,11 +208,14 @@ class Saver:
 
 
 class _Saving:
-    """An order on its way."""
+    """An order on its way; `computed` waits until the engine's device has its blocks."""
 
-    def __init__(self, order: SaveOrder, engine: Source, store_address: str) -> None:
+    def __init__(
+        self, order: SaveOrder, engine: Source, store_address: str, computed: Callable[[], None]
+    ) -> None:
         self.order = order
         self.engine = engine
         self.store_address = store_address
+        self.computed = computed
         self.is_given_up = False
         self.is_read = False

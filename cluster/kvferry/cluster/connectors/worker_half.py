@@ -42,7 +42,8 @@ class WorkerHalf:
     def start_loads(self, orders: StepOrders) -> None:
         """Begin to fill blocks; those of requests that nobody waits for end early."""
         self._loader.cancel(orders.cancelled)
-        self._loader.submit(orders.loads)
+        if orders.loads:
+            self._loader.submit(orders.loads)
 
     def end(self, orders: StepOrders) -> None:
         """Begin to save what the step has completed."""
