@@ -4,7 +4,7 @@ Blocks of an engine are its virtual blocks: one id covers `EngineFacts.engine_bl
 over all its ranks. Hash blocks are the service's.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.proto.ids import BlockHash
 from kvferry.proto.step_messages import Source
@@ -66,7 +66,7 @@ class StepOrders:
     loads: tuple[LoadOrder, ...] = ()
     cancelled: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
-    overwritten: frozenset[int] = field(default=frozenset())
+    overwritten: frozenset[int] = frozenset()
     engine: Source | None = None
     store_address: str | None = None
     is_idle: bool = False

@@ -20,8 +20,8 @@ TAKE_TIMEOUT_S = 30.0
 # Other ranks copy the same blocks at about the same time. Rank 0 is the more patient, so that after
 # a save that failed the others are back with it before it gives up the next one too.
 RETRY_PAUSE_S = 0.01
-RETRY_FOR_S = 10.0
-OTHERS_WAIT_FOR_S = 5.0
+RETRY_FOR_S = 5.0
+OTHERS_WAIT_FOR_S = 2.0
 
 
 class Take(Protocol):

@@ -42,7 +42,7 @@ class ServiceLink:
     """`Prefixes` over a control front. Thread-safe.
 
     Args:
-        control: the service; within its deadline, or nothing is found.
+        control: the service; within its deadline, or nothing is found. Its owner closes it.
         identity_digest: of the engine's identity.
         store_id: the engine's own store; None while there is none.
     """
@@ -122,7 +122,6 @@ class ServiceLink:
         self._is_closed = True
         for threads in (self._threads, self._keepers):
             threads.shutdown(wait=False, cancel_futures=True)
-        self._control.close()
 
     def _locate(self, hashes: tuple[BlockHash, ...]) -> Prefix:
         command = Locate(identity_digest=self._digest, hashes=hashes)

@@ -59,11 +59,17 @@ class FerrySettings:
             if name.startswith(_PREFIX)
         }
         unknown = set(given) - set(cls.__dataclass_fields__)
-        if unknown or ("address" in given) == ("service" in given):
+        if unknown:
             raise ConfigError(
-                "kv_connector_extra_config needs either ferry.address or ferry.service",
-                given=sorted(extra),
+                "unknown names in kv_connector_extra_config",
+                given=sorted(_PREFIX + name for name in unknown),
                 allowed=[_PREFIX + name for name in cls.__dataclass_fields__],
+            )
+        if ("address" in given) == ("service" in given):
+            raise ConfigError(
+                "kv_connector_extra_config must say where kvferry is",
+                given=sorted(extra),
+                allowed="either ferry.address or ferry.service",
             )
         for name, value in given.items():
             _require_kind(name, value, cls.__dataclass_fields__[name].type)
@@ -102,7 +108,9 @@ class FerrySettings:
 
 
 def _require_kind(name: str, value: object, kind: object) -> None:
-    if kind in (float, int):
+    if kind is int:
+        fits, allowed = type(value) is int and value > 0, "a positive integer"
+    elif kind is float:
         fits, allowed = type(value) in (float, int) and value > 0, "a positive number"  # type: ignore[operator]
     elif kind is bool:
         fits, allowed = type(value) is bool, "true or false"
@@ -138,7 +146,7 @@ def facts_of(
     engine = _layout(vllm_config, spec.block_size, version)
     return EngineFacts(
         engine_id=engine_id,
-        # Every rank must say the same one, and no later life of the engine.
+        # Every rank must say the same one. vLLM makes up another id at each start, unless told one.
         incarnation=Incarnation(1 + int.from_bytes(digest[:7], "big")),
         identity=_identity(vllm_config, spec, settings),
         scheme=scheme,
