@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import pytest
 from tests.engines.conftest import Service, assert_equal_outputs, tokens
 from tests.engines.engines import connector, running_engines
 
@@ -13,6 +14,7 @@ PROMPTS = [tokens(20 + i, NUM_TOKENS) for i in range(5)]
 WARM_UP = tokens(30, 100)
 
 
+@pytest.mark.long
 def test_a_loaded_prompt_starts_in_a_tenth_of_the_time_and_as_fast_as_from_vllms_own_files(
     model: Path, service: Service, tmp_path: Path
 ) -> None:
