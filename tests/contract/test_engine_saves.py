@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.contract.engine_ranks import (
+    IDENTITY,
     NUM_BLOCKS,
     Service,
     StandIn,
@@ -170,6 +171,19 @@ def test_after_a_reset_nothing_that_waited_is_saved(
     assert reported(engine, 2) == {"a", "b"}
     assert set(service.holders(HASHES).values()) == {0}
     assert set(service.holders(OTHER_HASHES).values()) == {0}
+
+
+def test_what_a_store_took_between_a_reset_and_the_step_that_tells_of_it_is_forgotten(
+    service: Service, engine: StandIn
+) -> None:
+    half = engine.ranks[0].half
+    engine.store.reset(IDENTITY)
+    half.end(save(engine, "a", HASHES, 3, 4))
+    service.wait_stored(HASHES)
+    half.begin(Orders(is_reset=True))
+    half.end(save(engine, "b", OTHER_HASHES, 5, 6))
+    service.wait_stored(OTHER_HASHES)
+    assert set(service.holders(HASHES).values()) == {0}
 
 
 def test_without_a_store_nothing_is_saved_and_the_blocks_are_given_back(engine: StandIn) -> None:

@@ -194,9 +194,12 @@ def test_after_a_reset_nothing_computed_before_it_is_saved(
     answers.answer(0)
     half.allocated(request, [5, 6, 7], 0)
     half.step([scheduled([5, 6, 7], 0, 8, starts=True)], is_idle=False)
+    assert not half.is_reset_pending
     assert half.reset()
+    assert half.is_reset_pending
     orders = half.step([scheduled([], 8, 8, starts=False)], is_idle=False)
     assert orders.is_reset
+    assert not half.is_reset_pending
     assert orders.saves == ()
     assert not half.step([], is_idle=True).is_reset
     answers.resets = False

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 
 from kvferry.cluster.attached_store import AttachedStore
-from kvferry.cluster.client_lease import Lease, acquire_lease
+from kvferry.cluster.client_lease import Lease, acquire_lease, new_call_id
 from kvferry.cluster.control_client import ControlClient
 from kvferry.cluster.engine_info import EngineInfo
 from kvferry.cluster.engine_roll import HEARTBEAT_S
@@ -14,7 +14,14 @@ from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, InstanceId
-from kvferry.proto.messages import Describe, Description, Locate, Located
+from kvferry.proto.messages import (
+    Describe,
+    Description,
+    Forgotten,
+    Locate,
+    Located,
+    ResetIdentity,
+)
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import Source
 from kvferry.worker.transfer_client import TransferClient
@@ -109,6 +116,15 @@ class EngineStore:
             address in holder.source.rank_addresses and holder.num_hashes == len(hashes)
             for holder in holders
         )
+
+    def reset(self, identity: Identity) -> None:
+        """Make everything unfindable that stores hold of an identity.
+
+        Raises:
+            UnavailableError, DeadlineError: the service does not answer.
+        """
+        command = ResetIdentity(call_id=new_call_id(), identity_digest=identity.digest())
+        self.control.ask(command, Forgotten)
 
     def lease(
         self, identity: Identity, hashes: Sequence[BlockHash], source: Source, ttl_s: float

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from kvferry.cluster.connectors.orders import SaveOrder
@@ -24,10 +24,10 @@ RETRY_FOR_S = 5.0
 OTHERS_WAIT_FOR_S = 2.0
 
 
-class Take(Protocol):
-    """Tells a store to fetch blocks from an engine."""
+class Store(Protocol):
+    """Where an engine saves to."""
 
-    def __call__(
+    def take(
         self,
         address: str,
         *,
@@ -37,18 +37,21 @@ class Take(Protocol):
         source: Source,
         timeout_s: float,
     ) -> int:
-        """Return how many of the first hashes the store holds then.
+        """Tell the store at an address to fetch blocks; return how many of the first it has then.
 
         Raises:
             KvferryError: it took none of what it lacks.
         """
 
+    def holds(self, address: str, *, identity: Identity, hashes: Sequence[BlockHash]) -> bool:
+        """Return whether the store at an address holds all of the blocks.
 
-class Holds(Protocol):
-    """Asks whether a store holds blocks."""
+        Raises:
+            KvferryError: the service does not answer.
+        """
 
-    def __call__(self, address: str, *, identity: Identity, hashes: Sequence[BlockHash]) -> bool:
-        """Return whether the store at the address holds all of them.
+    def reset(self, identity: Identity) -> None:
+        """Make everything unfindable that stores hold of an identity.
 
         Raises:
             KvferryError: the service does not answer.
@@ -62,14 +65,14 @@ class Saver:
     copies until it has. What cannot be saved is logged and left out: it will be a miss.
     """
 
-    def __init__(self, link: RankLink, take: Take, holds: Holds) -> None:
+    def __init__(self, link: RankLink, store: Store) -> None:
         self._link = link
-        self._take = take
-        self._holds = holds
+        self._store = store
         self._changed = threading.Condition()
         self._orders: deque[_Saving] = deque()
         self._current: _Saving | None = None
         self._is_copying = False
+        self._is_reset_due = False
         self._stopped = False
         self.num_saved_blocks = 0
         self.num_failed_blocks = 0
@@ -88,16 +91,23 @@ class Saver:
         self._give_up(lambda order: not overwritten.isdisjoint(order.blocks.ids))
 
     def reset(self) -> None:
-        """Give up everything that is not saved yet, and forget what was copied."""
+        """Give up everything that is not saved yet, and forget what was copied.
+
+        What the store took between the service's reset and this is old too. Rank 0, which had it
+        taken, resets the service once more after what it is at, and before it saves anything new.
+        """
         self._give_up(lambda order: True)
         self._link.forget()
+        with self._changed:
+            self._is_reset_due = self._link.rank == 0
+            self._changed.notify_all()
 
     def reads(self, request_id: str) -> bool:
         """Return whether a request's blocks are still to be read."""
         with self._changed:
             return self._reads(request_id)
 
-    def wait_read(self, request_ids: Iterable[str], timeout_s: float) -> None:
+    def wait_read(self, request_ids: Collection[str], timeout_s: float) -> None:
         """Wait until the blocks of one of the requests are read."""
         with self._changed:
             self._changed.wait_for(
@@ -130,22 +140,38 @@ class Saver:
         )
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._current = None
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._orders or self._stopped)
-                if self._stopped:
-                    return
-                saving = self._current = self._orders.popleft()
-            try:
-                num_saved = self._save(saving)
-            except Exception:
-                # The next order may well succeed; a thread that is gone saves nothing any more.
-                _log.exception("a save of %s failed", saving.order.request_id)
-                num_saved = 0
-            self.num_saved_blocks += num_saved
-            self.num_failed_blocks += len(saving.order.hashes) - num_saved
+        while (work := self._next()) is not None:
+            work()
+
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for something to do; None when stopped."""
+        with self._changed:
+            self._current = None
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._orders or self._is_reset_due or self._stopped)
+            if self._is_reset_due:
+                self._is_reset_due = False
+                return self._reset_service
+            if self._stopped:
+                return None
+            saving = self._current = self._orders.popleft()
+            return lambda: self._carry_out(saving)
+
+    def _reset_service(self) -> None:
+        try:
+            self._store.reset(self._link.facts.identity)
+        except KvferryError as error:
+            _log.error("what was saved while the cache was reset may be found: %s", error)
+
+    def _carry_out(self, saving: "_Saving") -> None:
+        try:
+            num_saved = self._save(saving)
+        except Exception:
+            # The next order may well succeed; a thread that is gone saves nothing any more.
+            _log.exception("a save of %s failed", saving.order.request_id)
+            num_saved = 0
+        self.num_saved_blocks += num_saved
+        self.num_failed_blocks += len(saving.order.hashes) - num_saved
 
     def _save(self, saving: "_Saving") -> int:
         """Return how many of the order's first blocks were saved."""
@@ -195,8 +221,8 @@ class Saver:
     def _is_stored(self, saving: "_Saving", hashes: Sequence[BlockHash], first_block: int) -> bool:
         identity = self._link.facts.identity
         if self._link.rank:
-            return self._holds(saving.store_address, identity=identity, hashes=hashes)
-        num_held = self._take(
+            return self._store.holds(saving.store_address, identity=identity, hashes=hashes)
+        num_held = self._store.take(
             saving.store_address,
             identity=identity,
             hashes=hashes,

@@ -205,6 +205,11 @@ class SchedulerHalf:
             tracked.lookup = tracked.prefix = None
         return self._service.reset()
 
+    @property
+    def is_reset_pending(self) -> bool:
+        """True until the next step, with which the ranks hear of a reset."""
+        return self._is_reset
+
     def hit_counts(self) -> dict[str, int]:
         """Return what was looked for and promised so far."""
         return {

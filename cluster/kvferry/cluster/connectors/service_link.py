@@ -19,11 +19,9 @@ from kvferry.proto.ids import BlockHash, InstanceId
 from kvferry.proto.messages import (
     AcquireLease,
     Command,
-    Forgotten,
     Leased,
     Locate,
     Located,
-    ResetIdentity,
 )
 
 _R = TypeVar("_R")
@@ -45,6 +43,7 @@ class ServiceLink:
         control: the service; within its deadline, or nothing is found. Its owner closes it.
         identity_digest: of the engine's identity.
         store_id: the engine's own store; None while there is none.
+        reset: makes everything of the identity unfindable, or raises kvferry's errors.
     """
 
     def __init__(
@@ -52,10 +51,12 @@ class ServiceLink:
         control: ControlClient,
         identity_digest: bytes,
         store_id: Callable[[], InstanceId | None],
+        reset: Callable[[], None],
     ) -> None:
         self._control = control
         self._digest = identity_digest
         self._store_id = store_id
+        self._reset = reset
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvferry-ask")
         # These wait for a while; no request does for them.
         self._keepers = ThreadPoolExecutor(NUM_KEEPERS, thread_name_prefix="kvferry-keep")
@@ -104,9 +105,8 @@ class ServiceLink:
 
         The one call that waits: an operator does, whose next step depends on it.
         """
-        command = ResetIdentity(call_id=new_call_id(), identity_digest=self._digest)
         try:
-            self._ask(command, Forgotten)
+            self._reset()
         except KvferryError as error:
             _log.error("the cache was not reset: %s", error)
             return False

@@ -138,6 +138,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Make all that was saved of this identity unfindable, for every engine."""
         return self._scheduling.reset()
 
+    def has_pending_push_work(self) -> bool:
+        """Return whether a step is needed even if there are no requests: to tell of a reset."""
+        return self._scheduling.is_reset_pending
+
     # --- in a worker -----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -168,11 +172,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             credentials=self._settings.credentials(),
         )
         self._worker = WorkerHalf(
-            link,
-            self._store.take,
-            self._store.holds,
-            self._store.lease,
-            load_timeout_s=self._settings.load_timeout_s,
+            link, self._store, self._store.lease, load_timeout_s=self._settings.load_timeout_s
         )
         self._handshake = FerryHandshake(rank=rank, address=link.address)
 
@@ -268,9 +268,13 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._working.end(orders)
 
     def _make_scheduler(self) -> SchedulerHalf:
-        self._store.attach(self._facts.identity, self._facts.info)
+        identity = self._facts.identity
+        self._store.attach(identity, self._facts.info)
         service = ServiceLink(
-            self._store.control, self._facts.identity.digest(), lambda: self._store.store_id
+            self._store.control,
+            identity.digest(),
+            store_id=lambda: self._store.store_id,
+            reset=lambda: self._store.reset(identity),
         )
         return SchedulerHalf(
             self._facts,

@@ -3,7 +3,7 @@
 from kvferry.cluster.connectors.loader import Loader, TakeLease
 from kvferry.cluster.connectors.orders import StepOrders
 from kvferry.cluster.connectors.rank_link import RankLink
-from kvferry.cluster.connectors.saver import Holds, Saver, Take
+from kvferry.cluster.connectors.saver import Saver, Store
 
 # How long a step in which nothing is computed may wait for a transfer, instead of spinning.
 IDLE_WAIT_S = 0.02
@@ -17,17 +17,16 @@ class WorkerHalf:
 
     Args:
         link: this rank.
-        take: tells a store to fetch blocks.
-        holds: asks whether it has them.
+        store: where it saves to.
         lease: keeps in place what is loaded.
         load_timeout_s: time for one load.
     """
 
     def __init__(
-        self, link: RankLink, take: Take, holds: Holds, lease: TakeLease, *, load_timeout_s: float
+        self, link: RankLink, store: Store, lease: TakeLease, *, load_timeout_s: float
     ) -> None:
         self.link = link
-        self._saver = Saver(link, take, holds)
+        self._saver = Saver(link, store)
         self._loader = Loader(link, lease, load_timeout_s)
         self._held: set[str] = set()
         self._failed_ids: set[int] = set()
