@@ -14,6 +14,7 @@ from tests.contract.engine_ranks import (
     running_service,
 )
 
+from kvferry.cluster.connectors import saver
 from kvferry.cluster.connectors.orders import EngineBlocks, HeldPrefix, LoadOrder, SaveOrder
 from kvferry.cluster.connectors.orders import StepOrders as Orders
 from kvferry.cluster.connectors.rank_link import RankLink
@@ -202,6 +203,18 @@ def test_a_store_that_is_gone_costs_the_save_and_nothing_else(
     engine.close()
     assert half.counts()["saved_blocks"] == 0
     assert half.counts()["failed_save_blocks"] == 4
+
+
+def test_what_has_waited_too_long_is_not_saved_and_its_blocks_are_given_back(
+    service: Service, engine: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = engine.ranks[0].half
+    monkeypatch.setattr(saver, "SAVE_FOR_S", -1.0)
+    half.end(save(engine, "a", HASHES, 3, 4))
+    assert reported(engine, 1) == {"a"}
+    engine.close()
+    assert half.counts()["failed_save_blocks"] == 4
+    assert set(service.holders(HASHES).values()) == {0}
 
 
 def test_a_cancelled_load_is_reported_once_and_its_blocks_as_failed(

@@ -16,7 +16,10 @@ from kvferry.proto.step_messages import Source
 
 _log = logging.getLogger(__name__)
 
-TAKE_TIMEOUT_S = 30.0
+TAKE_TIMEOUT_S = 10.0
+# The engine keeps the blocks of finished requests meanwhile: a store that hangs, or is slower than
+# the engine computes, must not take its memory for longer.
+SAVE_FOR_S = 30.0
 # Other ranks copy the same blocks at about the same time. Rank 0 is the more patient, so that after
 # a save that failed the others are back with it before it gives up the next one too.
 RETRY_PAUSE_S = 0.01
@@ -192,6 +195,9 @@ class Saver:
         with self._changed:
             if saving.is_given_up:
                 return False
+            if time.monotonic() > saving.end_s:
+                _log.warning("blocks of %s were not saved in time", saving.order.request_id)
+                return False
             self._is_copying = True
         try:
             self._link.put(hashes, first_block, saving.order.blocks)
@@ -243,5 +249,6 @@ class _Saving:
         self.engine = engine
         self.store_address = store_address
         self.computed = computed
+        self.end_s = time.monotonic() + SAVE_FOR_S
         self.is_given_up = False
         self.is_read = False
