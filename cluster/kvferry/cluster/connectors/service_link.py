@@ -74,7 +74,12 @@ class ServiceLink:
         """Ask who holds the longest prefix; a failure is an answer too: `NOTHING`."""
         if self.is_away:
             return _now(NOTHING)
-        return self._soon(lambda: self._locate(tuple(hashes)), NOTHING)
+
+        def locate() -> Prefix:
+            # Those that waited for a thread while others timed out must not time out as well.
+            return NOTHING if self.is_away else self._locate(tuple(hashes))
+
+        return self._soon(locate, NOTHING)
 
     def keep_when_stored(self, hashes: Sequence[BlockHash], ttl_s: float) -> None:
         """Lease a prefix as soon as the engine's own store has all of it, if it soon has."""
