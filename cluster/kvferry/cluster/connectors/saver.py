@@ -20,11 +20,11 @@ TAKE_TIMEOUT_S = 10.0
 # The engine keeps the blocks of finished requests meanwhile: a store that hangs, or is slower than
 # the engine computes, must not take its memory for longer.
 SAVE_FOR_S = 30.0
-# Other ranks copy the same blocks at about the same time. Rank 0 is the more patient, so that after
-# a save that failed the others are back with it before it gives up the next one too.
+# Other ranks copy the same blocks at about the same time, and wait for rank 0's take. Rank 0 is the
+# more patient, so that after a save that failed they are with it again before it gives up the next.
 RETRY_PAUSE_S = 0.01
-RETRY_FOR_S = 5.0
-OTHERS_WAIT_FOR_S = 2.0
+RETRY_FOR_S = 15.0
+OTHERS_WAIT_FOR_S = TAKE_TIMEOUT_S
 
 
 class Store(Protocol):
