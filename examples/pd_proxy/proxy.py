@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -158,8 +157,8 @@ class Proxy:
         best = [*ranked(self._prefill, (), now_s)[:1], *ranked(self._decode, (), now_s)[:1]]
         for server in best:
             answer = await self._ask(request, server, "/tokenize", question, self._asking)
-            if answer is not None:
-                token_ids: list[int] = answer["tokens"]
+            token_ids = None if answer is None else answer.get("tokens")
+            if isinstance(token_ids, list) and all(type(one) is int for one in token_ids):
                 return token_ids
         return None
 
@@ -175,8 +174,8 @@ class Proxy:
         if answer is None:
             return None
         server.remember(hashes)
-        transfer: Body | None = answer.get("kv_transfer_params")
-        return transfer
+        transfer = answer.get("kv_transfer_params")
+        return transfer if isinstance(transfer, dict) else None
 
     async def _ask(
         self,
@@ -185,8 +184,8 @@ class Proxy:
         path: str,
         body: Body,
         timeout: aiohttp.ClientTimeout,
-    ) -> Any:
-        """Return a server's JSON answer; None, and a line in the log, if it gives none."""
+    ) -> Body | None:
+        """Return the JSON object that a server answers; None, and a line in the log, if none."""
         try:
             async with self._session.post(
                 server.url + path,
@@ -194,8 +193,9 @@ class Proxy:
                 headers=_passed_on(request.headers, _REQUEST_ONLY | _ONE_HOP),
                 timeout=timeout,
             ) as answer:
-                if answer.ok:
-                    return await answer.json()
+                found = await answer.json() if answer.ok else None
+                if isinstance(found, dict):
+                    return found
                 reason = f"{answer.status}: {(await answer.text())[:500]}"
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             server.failed(time.monotonic())

@@ -23,7 +23,7 @@ class StubVllm:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.raw: list[bytes] = []
         self.headers: list[Mapping[str, str]] = []
-        self.transfer: dict[str, Any] | None = {"remote_engine_id": name}
+        self.transfer: Any = {"remote_engine_id": name}
         self.refusal: tuple[int, bytes] | None = None
         self.breaks_off = False
         self.may_answer = asyncio.Event()

@@ -114,6 +114,15 @@ async def test_a_request_goes_on_unchanged_where_prefill_says_nothing_of_its_blo
 
 
 @in_a_loop
+async def test_what_a_prefill_server_says_in_no_known_form_is_not_passed_on() -> None:
+    async with running() as service:
+        (prefill,), (decode,) = service.prefill, service.decode
+        prefill.transfer = "soon"
+        await service.complete(LONG)
+        assert "kv_transfer_params" not in decode.asked[-1][1]
+
+
+@in_a_loop
 async def test_what_a_decode_server_lacks_little_of_is_not_prefilled() -> None:
     async with running(decode=2) as service:
         (prefill,) = service.prefill
