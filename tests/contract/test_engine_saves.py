@@ -18,8 +18,10 @@ from kvferry.cluster.connectors import saver
 from kvferry.cluster.connectors.orders import EngineBlocks, HeldPrefix, LoadOrder, SaveOrder
 from kvferry.cluster.connectors.orders import StepOrders as Orders
 from kvferry.cluster.connectors.rank_link import RankLink
+from kvferry.proto.errors import UnavailableError
 from kvferry.proto.ids import BlockHash
 from kvferry.proto.layout import vllm
+from kvferry.worker.transfer_client import TransferClient
 
 NUM_TOKENS = 64
 HASHES, DENSE = prompt(NUM_TOKENS)
@@ -191,6 +193,29 @@ def test_without_a_store_nothing_is_saved_and_the_blocks_are_given_back(engine: 
     half = engine.ranks[0].half
     half.end(Orders(held=frozenset({"a"}), engine=engine.source))
     assert reported(engine, 1) == {"a"}
+
+
+def test_saves_wait_behind_a_store_that_hangs_for_a_while_only_and_so_does_the_engines_end(
+    engine: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = engine.ranks[0].half
+    entered, opened, is_over = threading.Event(), threading.Event(), threading.Event()
+
+    def take(*_: object, **__: object) -> int:
+        entered.set()
+        opened.wait(TIMEOUT_S)
+        is_over.set()
+        raise UnavailableError("the store hangs")
+
+    monkeypatch.setattr(TransferClient, "take", take)
+    monkeypatch.setattr(saver, "PATIENCE_S", 0.1)
+    half.end(save(engine, "a", HASHES, 3, 4))
+    assert entered.wait(TIMEOUT_S)
+    half.end(save(engine, "b", OTHER_HASHES, 5, 6))
+    assert reported(engine, 2) == {"a", "b"}
+    half.stop()
+    assert not is_over.is_set()
+    opened.set()
 
 
 def test_a_store_that_is_gone_costs_the_save_and_nothing_else(

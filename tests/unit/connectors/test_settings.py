@@ -21,9 +21,12 @@ def test_settings_are_read_by_their_names_and_those_of_others_are_passed_over() 
     ("extra", "message"),
     [
         ({}, "must say where kvferry is"),
+        ({"ferry.address": ""}, "must say where kvferry is"),
         ({**ADDRESS, "ferry.service": "kvferry"}, "must say where kvferry is"),
         ({**ADDRESS, "ferry.adress": "x"}, "unknown names.*ferry.adress"),
         ({**ADDRESS, "ferry.timeout_s": 0}, "timeout_s.*a positive number"),
+        ({**ADDRESS, "ferry.load_timeout_s": float("inf")}, "load_timeout_s.*a positive number"),
+        ({**ADDRESS, "ferry.timeout_s": float("nan")}, "timeout_s.*a positive number"),
         ({**ADDRESS, "ferry.staging_mib": 1.5}, "staging_mib.*a positive integer"),
         ({**ADDRESS, "ferry.insecure": 1}, "insecure.*true or false"),
         ({**ADDRESS, "ferry.ca": 7}, "ca.*a text"),

@@ -148,10 +148,11 @@ class EngineStore:
     def close(self) -> None:
         """Close all connections. Repeatable."""
         self._closed.set()
+        # Ends the call that the keeper may wait for.
+        self._node.close()
         if self._keeper is not None:
             self._keeper.join(timeout=STOP_TIMEOUT_S)
         self.control.close()
-        self._node.close()
         self._transfer.close()
 
     def _keep_attached(self, identity: Identity, engine: EngineInfo) -> None:
@@ -159,7 +160,7 @@ class EngineStore:
             try:
                 attached = self._node.attach(identity, timeout_s=START_TIMEOUT_S, engine=engine)
             except KvferryError as error:
-                if self._attached is not None:
+                if self._attached is not None and not self._closed.is_set():
                     _log.warning("the store of this engine is gone: %s", error)
                 attached = None
             if attached is not None and attached != self._attached:

@@ -20,6 +20,8 @@ TAKE_TIMEOUT_S = 10.0
 # The engine keeps the blocks of finished requests meanwhile: a store that hangs, or is slower than
 # the engine computes, must not take its memory for longer.
 SAVE_FOR_S = 30.0
+# How long the blocks of other requests wait for one save, once its turn has come.
+PATIENCE_S = 5.0
 # Other ranks copy the same blocks at about the same time, and wait for rank 0's take. Rank 0 is the
 # more patient, so that after a save that failed they are with it again before it gives up the next.
 RETRY_PAUSE_S = 0.01
@@ -74,6 +76,7 @@ class Saver:
         self._changed = threading.Condition()
         self._orders: deque[_Saving] = deque()
         self._current: _Saving | None = None
+        self._current_since_s = 0.0
         self._is_copying = False
         self._is_reset_due = False
         self._stopped = False
@@ -92,6 +95,14 @@ class Saver:
     def withdraw(self, overwritten: frozenset[int]) -> None:
         """Give up what is still to be read from these blocks; return when nobody reads them."""
         self._give_up(lambda order: not overwritten.isdisjoint(order.blocks.ids))
+
+    def give_up_late(self) -> None:
+        """Give up what waits for a save that has taken longer than `PATIENCE_S`, and its rest."""
+        with self._changed:
+            taken_s = time.monotonic() - self._current_since_s
+            is_late = self._current is not None and taken_s > PATIENCE_S
+        if is_late:
+            self._give_up(lambda order: True)
 
     def reset(self) -> None:
         """Give up everything that is not saved yet, and forget what was copied.
@@ -118,12 +129,12 @@ class Saver:
             )
 
     def stop(self) -> None:
-        """Give up what is not being copied, and stop."""
+        """Give up what is not being copied, and stop; wait for `PATIENCE_S` for what is."""
         self._give_up(lambda order: True)
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        self._thread.join(timeout=TAKE_TIMEOUT_S)
+        self._thread.join(timeout=PATIENCE_S)
 
     def _give_up(self, concerns: Callable[[SaveOrder], bool]) -> None:
         with self._changed:
@@ -138,8 +149,9 @@ class Saver:
 
     def _reads(self, request_id: str) -> bool:
         return any(
-            saving is not None and not saving.is_read and saving.order.request_id == request_id
+            saving.order.request_id == request_id and not (saving.is_read or saving.is_given_up)
             for saving in (self._current, *self._orders)
+            if saving is not None
         )
 
     def _run(self) -> None:
@@ -158,6 +170,7 @@ class Saver:
             if self._stopped:
                 return None
             saving = self._current = self._orders.popleft()
+            self._current_since_s = time.monotonic()
             return lambda: self._carry_out(saving)
 
     def _reset_service(self) -> None:

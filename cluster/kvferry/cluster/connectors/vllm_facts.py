@@ -1,6 +1,7 @@
 """What vLLM's configuration says of an engine, in kvferry's words."""
 
 import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class FerrySettings:
                 given=sorted(_PREFIX + name for name in unknown),
                 allowed=[_PREFIX + name for name in cls.__dataclass_fields__],
             )
-        if ("address" in given) == ("service" in given):
+        if bool(given.get("address")) == bool(given.get("service")):
             raise ConfigError(
                 "kv_connector_extra_config must say where kvferry is",
                 given=sorted(extra),
@@ -111,7 +112,8 @@ def _require_kind(name: str, value: object, kind: object) -> None:
     if kind is int:
         fits, allowed = type(value) is int and value > 0, "a positive integer"
     elif kind is float:
-        fits, allowed = type(value) in (float, int) and value > 0, "a positive number"  # type: ignore[operator]
+        fits = type(value) in (float, int) and 0 < value < math.inf  # type: ignore[operator]
+        allowed = "a positive number"
     elif kind is bool:
         fits, allowed = type(value) is bool, "true or false"
     else:

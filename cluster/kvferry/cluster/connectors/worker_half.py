@@ -56,6 +56,7 @@ class WorkerHalf:
         Each once. A step in which nothing is computed waits a little for one.
         """
         wait_s = IDLE_WAIT_S if orders.is_idle else 0.0
+        self._saver.give_up_late()
         if wait_s and self._held:
             self._saver.wait_read(self._held, wait_s)
         read = {request_id for request_id in self._held if not self._saver.reads(request_id)}
