@@ -204,3 +204,13 @@ def test_after_a_reset_nothing_computed_before_it_is_saved(
     assert not half.step([], is_idle=True).is_reset
     answers.resets = False
     assert not half.reset()
+
+
+def test_nothing_is_looked_up_between_a_reset_and_the_step_that_tells_of_it(
+    half: SchedulerHalf, answers: Answers
+) -> None:
+    assert half.reset()
+    assert half.match(make_request(24, request_id="a"), 0) == 0
+    assert not answers.asked
+    assert half.step([], is_idle=False).is_reset
+    assert half.match(make_request(24, request_id="b"), 0) is None

@@ -89,6 +89,9 @@ class SchedulerHalf:
         tracked = self._track(request)
         if tracked is None or tracked.has_failed or tracked.is_loading:
             return 0
+        if self._is_reset:
+            # What ranks saved before they hear of it is found until then, and forgotten after that.
+            return 0
         prefix = self._prefix(tracked)
         wanted = self._usable_tokens(tracked, tracked.num_tokens)
         if request.skip_reading_prefix_cache or wanted <= num_local_tokens:
