@@ -5,7 +5,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from kvferry.cluster.client_lease import Lease
@@ -62,6 +65,7 @@ class Loader:
         self._stopped = False
         self.num_loaded_blocks = 0
         self.num_failed_loads = 0
+        self._placer = ThreadPoolExecutor(1, thread_name_prefix="kvferry-place")
         self._thread = threading.Thread(target=self._run, name="kvferry-load", daemon=True)
         self._thread.start()
 
@@ -98,6 +102,7 @@ class Loader:
                 cancel.set()
             self._changed.notify_all()
         self._thread.join(timeout=self._timeout_s)
+        self._placer.shutdown(wait=False)
 
     def _run(self) -> None:
         while True:
@@ -146,32 +151,59 @@ class Loader:
             _log.warning("%s gave nothing: %s", holder.source.instance_id, error)
 
     def _pull(self, loading: "_Loading", lease: Lease, source: Source) -> None:
+        """Pull into one tray while the engine's memory is filled from the other."""
         unit = self._link.facts.hashes_per_block
         end_block = min(loading.order.end_block, lease.num_blocks // unit * unit)
-        while (first := loading.next_block) < end_block:
-            wanted = min(self._link.num_slots, end_block - first)
-            outcome = self._link.pull(
-                loading.order.chain,
-                first,
-                wanted,
-                lease.source or source,
-                timeout_s=loading.left_s(),
-                cancel=loading.cancel,
-            )
-            arrived = outcome.num_blocks_of_run[0] // unit * unit
-            if arrived:
-                loading.unused()
-                self._link.take_out(arrived, first, loading.order.blocks)
-                loading.num_done += arrived
-            if arrived < wanted:
-                _log.warning(
-                    "%s gave %d of %d blocks: %s",
-                    source.instance_id,
-                    arrived,
+        first, tray = loading.next_block, 0
+        with closing(_InTurn(self._placer)) as placing:
+            while first < end_block:
+                wanted = min(self._link.num_tray_slots, end_block - first)
+                outcome = self._link.pull(
+                    loading.order.chain,
+                    first,
                     wanted,
-                    outcome.error,
+                    lease.source or source,
+                    tray=tray,
+                    timeout_s=loading.left_s(),
+                    cancel=loading.cancel,
                 )
-                return
+                arrived = outcome.num_blocks_of_run[0] // unit * unit
+                if arrived:
+                    placing.begin(partial(self._place, loading, arrived, first, tray))
+                if arrived < wanted:
+                    _log.warning(
+                        "%s gave %d of %d blocks: %s",
+                        source.instance_id,
+                        arrived,
+                        wanted,
+                        outcome.error,
+                    )
+                    return
+                first, tray = first + arrived, 1 - tray
+
+    def _place(self, loading: "_Loading", num_blocks: int, first_block: int, tray: int) -> None:
+        loading.unused()
+        self._link.take_out(num_blocks, first_block, loading.order.blocks, tray=tray)
+        loading.num_done += num_blocks
+
+
+class _InTurn:
+    """Pieces of work in another thread, one after the other."""
+
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._thread = thread
+        self._work: Future[None] | None = None
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Begin with a piece when the last one is done; what that failed with is raised."""
+        self.close()
+        self._work = self._thread.submit(work)
+
+    def close(self) -> None:
+        """Wait for the last piece; what it failed with is raised."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.result()
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """One rank of an engine as kvferry's other processes see it: a little memory, filled and emptied.
 
 Blocks pass through this memory both ways, because the engine's own lies in another order and in
-blocks of another size, may be on a GPU, and is nobody's to hand out. Half of it is for saving,
-half for loading.
+blocks of another size, may be on a GPU, and is nobody's to hand out. Half of it is for saving;
+the other half, for loading, is two trays: one is filled while the other is emptied.
 """
 
 import threading
@@ -60,10 +60,11 @@ class RankLink:
         whole_bytes = facts.identity.block_bytes(facts.hash_block_tokens)
         share_bytes = max(1, whole_bytes // facts.layout.num_ranks)
         self.num_slots = max(staging_bytes // 2 // share_bytes // unit, 1) * unit
+        self.num_tray_slots = max(self.num_slots // 2 // unit, 1) * unit
         memory = KvMemory(
             open_device("cpu"),
             facts.identity,
-            num_blocks=1 + 2 * self.num_slots,
+            num_blocks=1 + self.num_slots + 2 * self.num_tray_slots,
             layout=facts.layout,
             rank=rank,
         )
@@ -111,11 +112,15 @@ class RankLink:
         num_blocks: int,
         source: Source,
         *,
+        tray: int,
         timeout_s: float,
         cancel: threading.Event,
     ) -> PullOutcome:
-        """Fetch at most `num_slots` hash blocks, this rank's part; they are verified when here."""
-        first_slot = 1 + self.num_slots
+        """Fetch at most `num_tray_slots` hash blocks, this rank's part, into tray 0 or 1.
+
+        They are verified when they are here.
+        """
+        first_slot = self._first_slot(tray)
         load = group_load(
             chain,
             FIRST_GROUP,
@@ -129,12 +134,14 @@ class RankLink:
             source=source, lease_id=NO_LEASE, loads=[load], timeout_s=timeout_s, cancel=cancel
         )
 
-    def take_out(self, num_blocks: int, first_block: int, blocks: EngineBlocks) -> None:
-        """Copy the first pulled hash blocks, whole blocks of the engine, to where they belong."""
+    def take_out(
+        self, num_blocks: int, first_block: int, blocks: EngineBlocks, *, tray: int
+    ) -> None:
+        """Copy the first hash blocks of a tray, whole blocks of the engine, to their places."""
         begin = self._local(first_block * self.facts.hash_block_tokens)
         count = num_blocks * self._memory.layout.block_tokens // self._tensors.block_tokens
         skipped = begin // self._tensors.block_tokens - blocks.first
-        first_slot = 1 + self.num_slots
+        first_slot = self._first_slot(tray)
         self._tensors.write(
             [layer[:, first_slot : first_slot + num_blocks] for layer in self._memory.layers],
             blocks.ids[skipped : skipped + count],
@@ -143,6 +150,9 @@ class RankLink:
     def stop(self) -> None:
         """Stop serving and pulling. Repeating is fine."""
         self._service.stop()
+
+    def _first_slot(self, tray: int) -> int:
+        return 1 + self.num_slots + tray * self.num_tray_slots
 
     def _local(self, position: int) -> int:
         """Return how many tokens before a block's begin this rank has."""
