@@ -51,7 +51,7 @@ class NodeServicer(object):
 
     def Attach(self, request, context):
         """Ask for the store of an identity on this node; made at the first call for the identity. Fires
-        when an engine starts, every 10 s from then on, and when it finds that the store is gone.
+        when an engine starts, every 5 s from then on, and when it finds that the store is gone.
         Repeating gives the same store while the node lives.
         RESOURCE_EXHAUSTED: it has as many stores as it may have, or no room for this one
         (ResourcesError).
