@@ -286,7 +286,7 @@ def _rank(engine: StandIn, rank: int, staging_bytes: int) -> Rank:
         credentials=None,
     )
     return Rank(
-        WorkerHalf(link, engine.store, engine.store.lease, load_timeout_s=TIMEOUT_S),
+        WorkerHalf(link, engine.store, load_timeout_s=TIMEOUT_S),
         tensors,
         layers,
     )

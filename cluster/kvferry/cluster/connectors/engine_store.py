@@ -18,6 +18,7 @@ from kvferry.proto.messages import (
     Describe,
     Description,
     Forgotten,
+    Holder,
     Locate,
     Located,
     ResetIdentity,
@@ -46,10 +47,10 @@ class EngineStore:
     """
 
     def __init__(self, address: str, *, timeout_s: float, credentials: Credentials | None) -> None:
-        self.control = ControlClient(address, timeout_s, credentials)
+        self._control = ControlClient(address, timeout_s, credentials)
         self._node = NodeClient(address, credentials)
         self._transfer = TransferClient(credentials)
-        self.scheme: HashScheme = self.control.ask(Describe(), Description, START_TIMEOUT_S).scheme
+        self.scheme: HashScheme = self._control.ask(Describe(), Description, START_TIMEOUT_S).scheme
         self._attached: AttachedStore | None = None
         self._keeper: threading.Thread | None = None
         self._closed = threading.Event()
@@ -110,12 +111,19 @@ class EngineStore:
         Raises:
             UnavailableError, DeadlineError: the service does not answer.
         """
-        command = Locate(identity_digest=identity.digest(), hashes=tuple(hashes))
-        holders = self.control.ask(command, Located).holders
         return any(
             address in holder.source.rank_addresses and holder.num_hashes == len(hashes)
-            for holder in holders
+            for holder in self.holders(identity, hashes)
         )
+
+    def holders(self, identity: Identity, hashes: Sequence[BlockHash]) -> tuple[Holder, ...]:
+        """Return who holds how much of a prefix, the longest first.
+
+        Raises:
+            UnavailableError, DeadlineError: the service does not answer.
+        """
+        command = Locate(identity_digest=identity.digest(), hashes=tuple(hashes))
+        return self._control.ask(command, Located).holders
 
     def reset(self, identity: Identity) -> None:
         """Make everything unfindable that stores hold of an identity.
@@ -124,10 +132,10 @@ class EngineStore:
             UnavailableError, DeadlineError: the service does not answer.
         """
         command = ResetIdentity(call_id=new_call_id(), identity_digest=identity.digest())
-        self.control.ask(command, Forgotten)
+        self._control.ask(command, Forgotten)
 
     def lease(
-        self, identity: Identity, hashes: Sequence[BlockHash], source: Source, ttl_s: float
+        self, identity: Identity, hashes: Sequence[BlockHash], instance_id: InstanceId, ttl_s: float
     ) -> Lease:
         """Keep a prefix at one instance.
 
@@ -136,13 +144,13 @@ class EngineStore:
             UnavailableError, DeadlineError: the service does not answer.
         """
         return acquire_lease(
-            self.control,
+            self._control,
             identity.digest(),
             hashes,
             block_tokens=self.scheme.hash_block_tokens,
             ttl_s=ttl_s,
-            timeout_s=self.control.timeout_s,
-            instance_id=source.instance_id,
+            timeout_s=self._control.timeout_s,
+            instance_id=instance_id,
         )
 
     def close(self) -> None:
@@ -152,7 +160,7 @@ class EngineStore:
         self._node.close()
         if self._keeper is not None:
             self._keeper.join(timeout=STOP_TIMEOUT_S)
-        self.control.close()
+        self._control.close()
         self._transfer.close()
 
     def _keep_attached(self, identity: Identity, engine: EngineInfo) -> None:

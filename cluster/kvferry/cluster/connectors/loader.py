@@ -9,14 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from kvferry.cluster.client_lease import Lease
+from kvferry.cluster.connectors.engine_store import EngineStore
 from kvferry.cluster.connectors.orders import HeldPrefix, LoadOrder
 from kvferry.cluster.connectors.rank_link import RankLink
 from kvferry.proto.errors import KvferryError
-from kvferry.proto.identity import Identity
-from kvferry.proto.ids import BlockHash
 from kvferry.proto.step_messages import Source
 
 _log = logging.getLogger(__name__)
@@ -30,19 +28,6 @@ class Loaded:
     failed_ids: frozenset[int]
 
 
-class TakeLease(Protocol):
-    """Keeps a prefix in place at one instance."""
-
-    def __call__(
-        self, identity: Identity, hashes: Sequence[BlockHash], source: Source, ttl_s: float
-    ) -> Lease:
-        """Return the lease.
-
-        Raises:
-            KvferryError: no such instance, or no answer.
-        """
-
-
 class Loader:
     """Thread-safe. Every order ends exactly once, in `take_ended`, whatever happens to it.
 
@@ -50,13 +35,13 @@ class Loader:
 
     Args:
         link: what fetches.
-        lease: keeps what is fetched in place.
+        store: keeps what is fetched in place, wherever that is.
         timeout_s: time for each order, waiting for others not counted.
     """
 
-    def __init__(self, link: RankLink, lease: TakeLease, timeout_s: float) -> None:
+    def __init__(self, link: RankLink, store: EngineStore, timeout_s: float) -> None:
         self._link = link
-        self._lease = lease
+        self._store = store
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._orders: deque[_Loading] = deque()
@@ -140,8 +125,8 @@ class Loader:
         hashes = loading.order.chain[: min(loading.order.end_block, holder.num_blocks)]
         num_before = loading.num_done
         try:
-            with self._lease(
-                self._link.facts.identity, hashes, holder.source, loading.left_s()
+            with self._store.lease(
+                self._link.facts.identity, hashes, holder.source.instance_id, loading.left_s()
             ) as lease:
                 self._pull(loading, lease, holder.source)
                 if loading.num_done > num_before and not lease.has_lasted():

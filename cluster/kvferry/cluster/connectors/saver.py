@@ -5,12 +5,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
+from kvferry.cluster.connectors.engine_store import EngineStore
 from kvferry.cluster.connectors.orders import SaveOrder
 from kvferry.cluster.connectors.rank_link import RankLink
 from kvferry.proto.errors import KvferryError, NotFoundError
-from kvferry.proto.identity import Identity
 from kvferry.proto.ids import BlockHash
 from kvferry.proto.step_messages import Source
 
@@ -29,40 +28,6 @@ RETRY_FOR_S = 15.0
 OTHERS_WAIT_FOR_S = TAKE_TIMEOUT_S
 
 
-class Store(Protocol):
-    """Where an engine saves to."""
-
-    def take(
-        self,
-        address: str,
-        *,
-        identity: Identity,
-        hashes: Sequence[BlockHash],
-        first_block: int,
-        source: Source,
-        timeout_s: float,
-    ) -> int:
-        """Tell the store at an address to fetch blocks; return how many of the first it has then.
-
-        Raises:
-            KvferryError: it took none of what it lacks.
-        """
-
-    def holds(self, address: str, *, identity: Identity, hashes: Sequence[BlockHash]) -> bool:
-        """Return whether the store at an address holds all of the blocks.
-
-        Raises:
-            KvferryError: the service does not answer.
-        """
-
-    def reset(self, identity: Identity) -> None:
-        """Make everything unfindable that stores hold of an identity.
-
-        Raises:
-            KvferryError: the service does not answer.
-        """
-
-
 class Saver:
     """Thread-safe.
 
@@ -70,7 +35,7 @@ class Saver:
     copies until it has. What cannot be saved is logged and left out: it will be a miss.
     """
 
-    def __init__(self, link: RankLink, store: Store) -> None:
+    def __init__(self, link: RankLink, store: EngineStore) -> None:
         self._link = link
         self._store = store
         self._changed = threading.Condition()

@@ -10,19 +10,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from kvferry.cluster.client_lease import new_call_id
+from kvferry.cluster.connectors.engine_store import EngineStore
 from kvferry.cluster.connectors.orders import HeldPrefix
 from kvferry.cluster.connectors.prefixes import NOTHING, Prefix
-from kvferry.cluster.control_client import ControlClient
 from kvferry.proto.errors import KvferryError
-from kvferry.proto.ids import BlockHash, InstanceId
-from kvferry.proto.messages import (
-    AcquireLease,
-    Command,
-    Leased,
-    Locate,
-    Located,
-)
+from kvferry.proto.identity import Identity
+from kvferry.proto.ids import BlockHash
 
 _R = TypeVar("_R")
 
@@ -37,26 +30,16 @@ KEEP_WAIT_S = 10.0
 
 
 class ServiceLink:
-    """`Prefixes` over a control front. Thread-safe.
+    """`Prefixes` over the service behind an engine's store. Thread-safe.
 
     Args:
-        control: the service; within its deadline, or nothing is found. Its owner closes it.
-        identity_digest: of the engine's identity.
-        store_id: the engine's own store; None while there is none.
-        reset: makes everything of the identity unfindable, or raises kvferry's errors.
+        store: answers within its deadline, or nothing is found. Its owner closes it.
+        identity: the engine's.
     """
 
-    def __init__(
-        self,
-        control: ControlClient,
-        identity_digest: bytes,
-        store_id: Callable[[], InstanceId | None],
-        reset: Callable[[], None],
-    ) -> None:
-        self._control = control
-        self._digest = identity_digest
-        self._store_id = store_id
-        self._reset = reset
+    def __init__(self, store: EngineStore, identity: Identity) -> None:
+        self._store = store
+        self._identity = identity
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvferry-ask")
         # These wait for a while; no request does for them.
         self._keepers = ThreadPoolExecutor(NUM_KEEPERS, thread_name_prefix="kvferry-keep")
@@ -77,7 +60,7 @@ class ServiceLink:
 
         def locate() -> Prefix:
             # Those that waited for a thread while others timed out must not time out as well.
-            return NOTHING if self.is_away else self._locate(tuple(hashes))
+            return NOTHING if self.is_away else self._locate(hashes)
 
         return self._soon(locate, NOTHING)
 
@@ -87,19 +70,10 @@ class ServiceLink:
         def keep() -> None:
             end_s = time.monotonic() + KEEP_WAIT_S
             while time.monotonic() < end_s and not (self._is_closed or self.is_away):
-                store_id = self._store_id()
-                if store_id is not None and self._locate(tuple(hashes)).num_stored == len(hashes):
+                store_id = self._store.store_id
+                if store_id is not None and self._locate(hashes).num_stored == len(hashes):
                     # It ends by itself.
-                    self._ask(
-                        AcquireLease(
-                            call_id=new_call_id(),
-                            identity_digest=self._digest,
-                            hashes=tuple(hashes),
-                            ttl_s=ttl_s,
-                            instance_id=store_id,
-                        ),
-                        Leased,
-                    )
+                    self._store.lease(self._identity, hashes, store_id, ttl_s)
                     return
                 time.sleep(KEEP_POLL_S)
 
@@ -111,7 +85,7 @@ class ServiceLink:
         The one call that waits: an operator does, whose next step depends on it.
         """
         try:
-            self._reset()
+            self._store.reset(self._identity)
         except KvferryError as error:
             _log.error("the cache was not reset: %s", error)
             return False
@@ -128,10 +102,9 @@ class ServiceLink:
         for threads in (self._threads, self._keepers):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _locate(self, hashes: tuple[BlockHash, ...]) -> Prefix:
-        command = Locate(identity_digest=self._digest, hashes=hashes)
-        holders = self._ask(command, Located).holders
-        own = self._store_id()
+    def _locate(self, hashes: Sequence[BlockHash]) -> Prefix:
+        holders = self._store.holders(self._identity, hashes)
+        own = self._store.store_id
         return Prefix(
             holders=tuple(
                 HeldPrefix(source=holder.source, num_blocks=holder.num_hashes)
@@ -142,9 +115,6 @@ class ServiceLink:
                 holder.num_hashes for holder in holders if holder.source.instance_id == own
             ),
         )
-
-    def _ask(self, command: Command, expected: type[_R]) -> _R:
-        return self._control.ask(command, expected)
 
     def _soon(
         self, ask: Callable[[], _R], otherwise: _R, threads: ThreadPoolExecutor | None = None

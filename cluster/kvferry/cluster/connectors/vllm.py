@@ -4,7 +4,6 @@ Made for vLLM 0.20 and later. Everything that decides is in the two halves; here
 theirs.
 """
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +30,6 @@ from kvferry.cluster.connectors.vllm_stats import FerryPromMetrics, FerryStats
 from kvferry.cluster.connectors.worker_half import WorkerHalf
 from kvferry.proto.errors import ConfigError
 from kvferry.proto.step_messages import Source
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -171,9 +168,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             insecure=self._settings.insecure,
             credentials=self._settings.credentials(),
         )
-        self._worker = WorkerHalf(
-            link, self._store, self._store.lease, load_timeout_s=self._settings.load_timeout_s
-        )
+        self._worker = WorkerHalf(link, self._store, load_timeout_s=self._settings.load_timeout_s)
         self._handshake = FerryHandshake(rank=rank, address=link.address)
 
     def get_handshake_metadata(self) -> FerryHandshake:
@@ -270,15 +265,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _make_scheduler(self) -> SchedulerHalf:
         identity = self._facts.identity
         self._store.attach(identity, self._facts.info)
-        service = ServiceLink(
-            self._store.control,
-            identity.digest(),
-            store_id=lambda: self._store.store_id,
-            reset=lambda: self._store.reset(identity),
-        )
         return SchedulerHalf(
             self._facts,
-            service,
+            ServiceLink(self._store, identity),
             keys_of=keys_of,
             store_address=lambda: self._store.store_address,
         )

@@ -207,10 +207,9 @@ def _identity(vllm_config: Any, spec: Any, settings: FerrySettings) -> Identity:
     model = vllm_config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
     num_layers = model.hf_text_config.num_hidden_layers
-    folder = None if settings.weight_version else find_model_folder(model.model)
     return Identity(
-        model=model_name(model.model, folder or Path(model.model)),
-        weight_version=settings.weight_version or weight_digest(folder or Path(model.model)),
+        model=model_name(model.model, Path(model.model).expanduser()),
+        weight_version=settings.weight_version or weight_digest(find_model_folder(model.model)),
         weight_dtype=f"{dtype}+{model.quantization}" if model.quantization else dtype,
         kv_dtype=str(spec.dtype).removeprefix("torch."),
         kv_scales="",

@@ -1,9 +1,10 @@
 """The half of a connector that runs in each of the engine's worker processes."""
 
-from kvferry.cluster.connectors.loader import Loader, TakeLease
+from kvferry.cluster.connectors.engine_store import EngineStore
+from kvferry.cluster.connectors.loader import Loader
 from kvferry.cluster.connectors.orders import StepOrders
 from kvferry.cluster.connectors.rank_link import RankLink
-from kvferry.cluster.connectors.saver import Saver, Store
+from kvferry.cluster.connectors.saver import Saver
 
 # How long a step in which nothing is computed may wait for a transfer, instead of spinning.
 IDLE_WAIT_S = 0.02
@@ -17,17 +18,14 @@ class WorkerHalf:
 
     Args:
         link: this rank.
-        store: where it saves to.
-        lease: keeps in place what is loaded.
+        store: where it saves to, and what keeps in place what is loaded.
         load_timeout_s: time for one load.
     """
 
-    def __init__(
-        self, link: RankLink, store: Store, lease: TakeLease, *, load_timeout_s: float
-    ) -> None:
+    def __init__(self, link: RankLink, store: EngineStore, *, load_timeout_s: float) -> None:
         self.link = link
         self._saver = Saver(link, store)
-        self._loader = Loader(link, lease, load_timeout_s)
+        self._loader = Loader(link, store, load_timeout_s)
         self._held: set[str] = set()
         self._failed_ids: set[int] = set()
 
