@@ -1,12 +1,9 @@
 """Reservations: destination blocks for content that a client is about to store."""
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-
 from kvferry.coordinator.instances import Instance, Reservation
 from kvferry.coordinator.state import ServiceState
 from kvferry.proto.errors import BadInputError, BusyError, NeverFitsError, NotFoundError
-from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId
+from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, runs_of_reserved
 from kvferry.proto.messages import Done, EndReservation, Reserve, Reserved
 
 
@@ -93,26 +90,16 @@ def end_reservation(instance: Instance, command: EndReservation) -> Done:
     reserved = [NULL_BLOCK if block is None else block for block in reservation.block_ids]
     is_good = reservation.num_resets == instance.num_resets
     num_kept = command.num_written if is_good else 0
-    for start, end in _runs_of_reserved(reservation.block_ids[:num_kept]):
+    # Told run by run, every event is a piece of the chain with what came before it.
+    for run in runs_of_reserved(reservation.block_ids[:num_kept]):
         pool.cache_full_blocks(
             reservation.hashes,
             reserved,
-            start,
-            end,
+            run.start,
+            run.stop,
             reservation.group_id,
             block_tokens=instance.block_tokens,
             origin=instance.manager.groups[reservation.group_id].origin,
         )
     pool.free_blocks(reversed([*reservation.kept, *reserved]))
     return Done(changed=is_good)
-
-
-def _runs_of_reserved(block_ids: Sequence[BlockId | None]) -> Iterator[tuple[int, int]]:
-    """Yield the positions [start, end) of blocks in a row that were not here already.
-
-    Told run by run, every event is a piece of the chain with what came before it.
-    """
-    for is_held, positions in groupby(range(len(block_ids)), key=lambda i: block_ids[i] is None):
-        if not is_held:
-            run = list(positions)
-            yield run[0], run[-1] + 1

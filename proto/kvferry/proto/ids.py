@@ -1,9 +1,11 @@
 """Names for every value that looks like another, and how hashes are joined and packed.
 
-Decides nothing. Imported by everyone.
+Also which blocks of a reservation are new, which both its sides must see alike. Decides nothing.
+Imported by everyone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NewType
 
 from kvferry.proto.errors import BadInputError
@@ -89,6 +91,14 @@ def split_hashes(joined: bytes, hash_bytes: int) -> tuple[BlockHash, ...]:
     return tuple(
         BlockHash(joined[start : start + hash_bytes]) for start in range(0, len(joined), hash_bytes)
     )
+
+
+def runs_of_reserved(block_ids: Sequence[BlockId | None]) -> Iterator[range]:
+    """Yield the positions, in a row, of a reservation's blocks that were not here already."""
+    for is_held, positions in groupby(range(len(block_ids)), key=lambda i: block_ids[i] is None):
+        if not is_held:
+            run = list(positions)
+            yield range(run[0], run[-1] + 1)
 
 
 def _require_number_of_hashes(number: int) -> None:

@@ -1,7 +1,6 @@
 """The receiving side of a Take: reserve blocks, pull what is missing, say how much is here now."""
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
 
 from kvferry.proto.errors import (
     BadInputError,
@@ -11,7 +10,7 @@ from kvferry.proto.errors import (
     NotFoundError,
     class_named,
 )
-from kvferry.proto.ids import BlockId
+from kvferry.proto.ids import BlockId, runs_of_reserved
 from kvferry.proto.layout import Layout
 from kvferry.proto.placement import KvShape, holdings
 from kvferry.proto.step_messages import Source
@@ -64,7 +63,7 @@ def take_blocks(ask: TakeAsk, *, pull: Pull, residency: Residency, reserver: Res
         KvferryError: why the source gave less, what the reserver raised, or as the pull.
     """
     with reserving(reserver, residency, ask.group_id, ask.hashes) as reservation:
-        runs = list(_runs_of_missing(reservation.block_ids))
+        runs = list(runs_of_reserved(reservation.block_ids))
         loads = [_load(ask, run, reservation.block_ids) for run in runs]
         outcome = pull(loads, reservation.fence)
         reservation.num_written = len(ask.hashes)
@@ -74,13 +73,6 @@ def take_blocks(ask: TakeAsk, *, pull: Pull, residency: Residency, reserver: Res
                 break
         _require_nothing_but_lack(outcome)
     return reservation.num_written
-
-
-def _runs_of_missing(block_ids: Sequence[BlockId | None]) -> Iterator[range]:
-    for is_here, places in groupby(range(len(block_ids)), key=lambda i: block_ids[i] is None):
-        if not is_here:
-            run = list(places)
-            yield range(run[0], run[-1] + 1)
 
 
 def _load(ask: TakeAsk, run: range, block_ids: Sequence[BlockId | None]) -> GroupLoad:
