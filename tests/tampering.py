@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from kvferry.worker.checksum import checksum_of
+from kvferry.worker.checksum import frame_checksum, segment_checksums
 from kvferry.worker.frames import Frame, Geometry, Header, Segment
 from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.service import WorkerService
@@ -15,7 +15,8 @@ Tamper = Callable[[WorkerService, Messages], Messages]
 
 def make_frame(segments: tuple[Segment, ...], payload: bytes) -> Frame:
     """Return the frame of a payload, with its checksum."""
-    return Frame(segments=segments, checksum=checksum_of([payload]), payload=payload)
+    checksum = frame_checksum(segment_checksums(segments, [payload]))
+    return Frame(segments=segments, checksum=checksum, payload=payload)
 
 
 class TamperingService(WorkerService):
@@ -74,6 +75,12 @@ class _Payload:
 
     def lost_hash(self, _: int) -> None:
         return None
+
+    def kept_checksums(self, _: object) -> list[bytes]:
+        return []
+
+    def keep_checksums(self, _: object, __: object) -> None:
+        pass
 
 
 def corrupted(frame: Frame) -> Frame:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 from tests.fuzz.mutating import altered, damaged, disordered
 from tests.fuzz.server_targets import BLOCK_BYTES, CONTENT, HASHES, NUM_BLOCKS, SIZES
 from tests.integration.transfer_peer import content_of, fill, new_worker
+from tests.tampering import make_frame
 
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.grpc_status import encode_error, error_from_status
@@ -20,10 +21,9 @@ from kvferry.worker import bulk_connection, peer_memory
 from kvferry.worker.block_destination import BlockDestination
 from kvferry.worker.block_io import gather
 from kvferry.worker.bulk_wire import _PREFIX, _TRAILER, proof_of
-from kvferry.worker.checksum import checksum_of
 from kvferry.worker.fetch_terms import FetchTerms, Peer
 from kvferry.worker.frame_wire import encode_envelope, encode_frame
-from kvferry.worker.frames import BulkOffer, Header, Place, SharedOffer, plan_frames
+from kvferry.worker.frames import BulkOffer, Header, Place, Segment, SharedOffer, plan_frames
 from kvferry.worker.source import find_prefix
 from kvferry.worker.stats import StatsCounter
 from kvferry.worker.transfer_client import TransferClient, _Stream
@@ -76,13 +76,13 @@ class Receiver:
         plan = list(plan_frames(NUM_BLOCKS, self._group.geometry, BLOCK_BYTES))
         payloads = [content_of(index, BLOCK_BYTES) for index in range(NUM_BLOCKS)]
         self._frames = [
-            encode_frame(segments, checksum_of([payload]), [payload])
+            encode_frame(segments, make_frame(segments, payload).checksum, [payload])
             for segments, payload in zip(plan, payloads, strict=True)
         ]
         self._bulk_parts = [
             part
             for segments, payload in zip(plan, payloads, strict=True)
-            for part in _bulk_frame(encode_envelope(segments), payload)
+            for part in _bulk_frame(segments, payload)
         ]
         door = self.source._door
         assert door is not None
@@ -222,7 +222,8 @@ def _spoilt(random: Random, message: bytes) -> bytes:
     return altered(random, transfer_pb2.FetchReply.FromString(message))
 
 
-def _bulk_frame(envelope: bytes, payload: bytes) -> tuple[bytes, bytes]:
+def _bulk_frame(segments: tuple[Segment, ...], payload: bytes) -> tuple[bytes, bytes]:
     """A frame as it travels, in two parts that can be lost by themselves."""
+    envelope = encode_envelope(segments)
     head = _PREFIX.pack(len(envelope), len(payload)) + envelope
-    return head, payload + _TRAILER.pack(checksum_of([payload]), True)
+    return head, payload + _TRAILER.pack(make_frame(segments, payload).checksum, True)

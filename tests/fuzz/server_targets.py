@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 import grpc
 from tests.fuzz.mutating import altered, damaged, disordered
 from tests.integration.transfer_peer import PeerService, content_of, fill, hash_of, new_worker
-from tests.tampering import as_received
+from tests.tampering import as_received, make_frame
 
 from kvferry.proto.errors import BusyError, NotFoundError, UnavailableError
 from kvferry.proto.grpc_status import ERROR_METADATA_KEY
@@ -26,7 +26,6 @@ from kvferry.proto.layout import Layout
 from kvferry.proto.step_messages import Source
 from kvferry.proto.v1 import transfer_pb2
 from kvferry.worker.block_io import gather
-from kvferry.worker.checksum import checksum_of
 from kvferry.worker.destination import Destination
 from kvferry.worker.fetch_terms import FetchTerms, Peer
 from kvferry.worker.frame_wire import encode_frame
@@ -248,7 +247,7 @@ def answered(call: Callable[[Any], Iterator[Any]]) -> list[Any]:
 def require_right(request: bytes, frame: Frame) -> None:
     """Refuse a frame of whole blocks with other bytes than those its hashes stand for."""
     asked = transfer_pb2.FetchRequest.FromString(request)
-    assert checksum_of([frame.payload]) == frame.checksum
+    assert make_frame(frame.segments, bytes(frame.payload)).checksum == frame.checksum
     if asked.HasField("selection"):
         return
     for segment in frame.segments:
@@ -311,5 +310,5 @@ def store_messages(worker: PeerService) -> list[bytes]:
     messages = [encode_store_header(ask)]
     for segments in plan_frames(NUM_BLOCKS, geometry, BLOCK_BYTES):
         payload = content_of(segments[0].hash_index, BLOCK_BYTES)
-        messages.append(encode_frame(segments, checksum_of([payload]), [payload]))
+        messages.append(encode_frame(segments, make_frame(segments, payload).checksum, [payload]))
     return messages

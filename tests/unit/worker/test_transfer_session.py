@@ -2,9 +2,9 @@ import random
 from dataclasses import replace
 
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.tampering import make_frame
 
 from kvferry.proto.errors import TransferError
 from kvferry.worker.frames import Frame, Geometry, Header, Segment, plan_frames
@@ -30,11 +30,7 @@ def frame(*parts: tuple[int, int, int]) -> Frame:
             )
         )
         offset += length
-    return with_payload(tuple(segments), bytes(offset))
-
-
-def with_payload(segments: tuple[Segment, ...], payload: bytes) -> Frame:
-    return Frame(segments=segments, checksum=xxhash.xxh3_64_intdigest(payload), payload=payload)
+    return make_frame(tuple(segments), bytes(offset))
 
 
 def take(session: PullSession, *frames: Frame) -> None:
@@ -93,19 +89,19 @@ REFUSED = {
     "a negative block": (frame((-1, 0, 3)), "not announced; given: -1"),
     "layers past the end": (frame((0, 2, 4)), r"given: \[2, 4\); allowed: within \[0, 3\)"),
     "no layers": (
-        with_payload((replace(PART, layer_start=1, layer_end=1, length=0),), b""),
+        make_frame((replace(PART, layer_start=1, layer_end=1, length=0),), b""),
         "layers that do not exist",
     ),
     "a wrong length": (
-        with_payload((replace(PART, length=29),), bytes(29)),
+        make_frame((replace(PART, length=29),), bytes(29)),
         "wrong length; given: 29; allowed: 30",
     ),
     "the same page twice": (frame((0, 0, 2), (0, 1, 3)), "a page came twice; given: block 0"),
-    "a hole": (with_payload((replace(PART, offset=1),), bytes(31)), "leave a hole; given: 1"),
-    "bytes of nobody": (with_payload((PART,), bytes(31)), "do not cover the payload"),
-    "missing bytes": (with_payload((PART,), bytes(29)), "do not cover the payload"),
+    "a hole": (make_frame((replace(PART, offset=1),), bytes(31)), "leave a hole; given: 1"),
+    "bytes of nobody": (make_frame((PART,), bytes(31)), "do not cover the payload"),
+    "missing bytes": (make_frame((PART,), bytes(29)), "do not cover the payload"),
     "overlapping segments": (
-        with_payload((PART, replace(PART, hash_index=1, offset=20)), bytes(50)),
+        make_frame((PART, replace(PART, hash_index=1, offset=20)), bytes(50)),
         "overlap or leave a hole; given: 20; allowed: 30",
     ),
 }
@@ -160,7 +156,7 @@ def test_whatever_the_order_of_frames_the_prefix_is_what_is_whole(
     session = opened(num_blocks, num_blocks)
     missing = {(block, layer) for block in range(num_blocks) for layer in range(3)}
     for segments in plan:
-        take(session, with_payload(segments, bytes(sum(part.length for part in segments))))
+        take(session, make_frame(segments, bytes(sum(part.length for part in segments))))
         for part in segments:
             missing -= {
                 (part.hash_index, layer) for layer in range(part.layer_start, part.layer_end)

@@ -64,7 +64,7 @@ def test_a_frame_whose_fields_come_in_another_order_is_understood() -> None:
     whole = transfer_pb2.FetchReply.FromString(encoded(sent)).frame
     payload_first = (
         transfer_pb2.Frame(payload=whole.payload).SerializeToString()
-        + transfer_pb2.Frame(segments=whole.segments, xxh3_64=whole.xxh3_64).SerializeToString()
+        + transfer_pb2.Frame(segments=whole.segments, checksum=whole.checksum).SerializeToString()
     )
     length = bytes([len(payload_first) & 0x7F | 0x80, len(payload_first) >> 7])
     assert decode_frame(b"\x12" + length + payload_first) is None

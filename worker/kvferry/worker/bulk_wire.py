@@ -3,7 +3,7 @@
 The receiver begins with the ticket, and the sender answers with the proof that it knows it:
 whatever else may listen at a port does not. Then, from the sender, for every frame: a prefix (bytes
 of the envelope, bytes of the payload), the envelope (a protobuf Frame without its payload), the
-payload, and a trailer (xxh3-64 of the payload, and whether the frame counts). All numbers are
+payload, and a trailer (the frame's checksum, and whether the frame counts). All numbers are
 little-endian. Bytes leave straight from memory that may be handed out anew meanwhile, so only the
 trailer tells whether they were what they should be; a frame that does not count may come again,
 shorter.
@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ssl import SSLSocket
 
-import xxhash
 from google.protobuf.message import DecodeError
 
 from kvferry.proto.errors import TransferError, UnavailableError
-from kvferry.worker.checksum import in_windows
+from kvferry.worker.checksum import SegmentDigest, in_windows
 from kvferry.worker.destination import Destination
 from kvferry.worker.frame_wire import MAX_ENVELOPE_BYTES, decode_envelope, encode_envelope
 from kvferry.worker.frames import MAX_PAGE_BYTES, Segment
@@ -115,15 +114,14 @@ def receive_frames(
         if views is None and len(spare) < payload_bytes:
             spare = bytearray(payload_bytes)
         pieces = [memoryview(spare)[:payload_bytes]] if views is None else views
-        digest = xxhash.xxh3_64()
+        digest = SegmentDigest(segments)
         for window in in_windows(pieces):
             _read_pieces(connection, window)
-            for piece in window:
-                digest.update(piece)
+            digest.update(window)
         _read_pieces(connection, [trailer])
         checksum, counts = _TRAILER.unpack(trailer)
         if counts:
-            session.verify(digest.intdigest(), checksum)
+            session.verify(digest.checksums, checksum)
             if views is None:
                 destination.write(segments, pieces[0])
             session.placed(segments)

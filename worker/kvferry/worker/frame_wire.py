@@ -70,7 +70,7 @@ def decode_frame(message: bytes) -> Frame | None:
 
 def encode_envelope(segments: Iterable[Segment], checksum: int = 0) -> bytes:
     """Return a protobuf Frame without its payload."""
-    envelope = transfer_pb2.Frame(xxh3_64=checksum)
+    envelope = transfer_pb2.Frame(checksum=checksum)
     for segment in segments:
         envelope.segments.add(
             hash_index=segment.hash_index,
@@ -96,7 +96,7 @@ def decode_envelope(data: bytes) -> tuple[tuple[Segment, ...], int]:
             allowed=f"at most {MAX_ENVELOPE_BYTES} bytes",
         )
     message = transfer_pb2.Frame.FromString(data)
-    return segments_from_proto(message), message.xxh3_64
+    return segments_from_proto(message), message.checksum
 
 
 def segments_from_proto(message: transfer_pb2.Frame) -> tuple[Segment, ...]:

@@ -104,7 +104,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """Some bytes of some blocks, as they arrive. `checksum` is the xxh3-64 of the payload."""
+    """Some bytes of some blocks, as they arrive; `checksum` as `frame_checksum` makes it."""
 
     segments: tuple[Segment, ...]
     checksum: int

@@ -10,6 +10,7 @@ import msgpack
 
 from kvferry.proto.errors import MismatchError, TransferError
 from kvferry.worker.arena import cut, map_arena, page_aligned
+from kvferry.worker.checksum import KeptChecksums
 from kvferry.worker.destination import Destination
 from kvferry.worker.device import open_device
 from kvferry.worker.fetch_terms import FetchTerms, Peer
@@ -56,6 +57,7 @@ class PeerMemory:
             residents,
             ask.selection,
             num_asked=len(ask.hashes),
+            checksums=KeptChecksums(),
         )
 
 

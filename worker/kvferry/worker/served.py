@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from kvferry.worker.block_io import pieces_of
+from kvferry.worker.checksum import KeptChecksums
 from kvferry.worker.chunks import Chunks
 from kvferry.worker.frames import Segment, places_of
 from kvferry.worker.group_memory import GroupMemory
@@ -29,6 +30,7 @@ def served_of(
     selection: Selection | None,
     *,
     num_asked: int,
+    checksums: KeptChecksums,
 ) -> Served:
     """Return what a fetch of a group's blocks, or of a selection of them, is answered with.
 
@@ -38,19 +40,26 @@ def served_of(
         residents: the first of the asked blocks.
         selection: the part of them that is wanted, None for all of each.
         num_asked: number of asked blocks.
+        checksums: of whole blocks, those that are known and those that become so.
 
     Raises:
         BadInputError: a selection that does not fit the blocks or the memory.
     """
     if selection is None:
-        return _ServedBlocks(memory, holds, residents)
+        return _ServedBlocks(memory, holds, residents, checksums)
     return _ServedSelection(memory, holds, residents, selection, num_asked=num_asked)
 
 
 class _ServedBlocks:
     """Whole blocks of a group."""
 
-    def __init__(self, memory: GroupMemory, holds: Holds, residents: Sequence[Resident]) -> None:
+    def __init__(
+        self,
+        memory: GroupMemory,
+        holds: Holds,
+        residents: Sequence[Resident],
+        checksums: KeptChecksums,
+    ) -> None:
         self.geometry = memory.geometry
         self.num_found = len(residents)
         self.last_page_bytes: int | None = None
@@ -58,6 +67,7 @@ class _ServedBlocks:
         self._holds = holds
         self._residents = residents
         self._block_ids = [resident.block_id for resident in residents]
+        self._checksums = checksums
 
     def pieces(self, segments: Sequence[Segment]) -> list[memoryview]:
         """Return the canonical bytes of the segments, one after the other."""
@@ -66,6 +76,21 @@ class _ServedBlocks:
     def lost_hash(self, index: int) -> int | None:
         """Return the index if the block no longer holds its hash."""
         return None if self._holds.still_holds(self._residents[index]) else index
+
+    def kept_checksums(self, segments: Sequence[Segment]) -> list[bytes]:
+        """Return the checksum of each segment, if all are known; else nothing."""
+        found = []
+        for segment in segments:
+            checksum = self._checksums.find(self._residents[segment.hash_index], segment)
+            if checksum is None:
+                return []
+            found.append(checksum)
+        return found
+
+    def keep_checksums(self, segments: Sequence[Segment], checksums: Sequence[bytes]) -> None:
+        """Keep the checksums of segments that were still there after they were made."""
+        for segment, checksum in zip(segments, checksums, strict=True):
+            self._checksums.keep(self._residents[segment.hash_index], segment, checksum)
 
 
 class _ServedSelection:
@@ -115,3 +140,10 @@ class _ServedSelection:
             if not self._holds.still_holds(self._residents[block]):
                 return int(block)
         return None
+
+    def kept_checksums(self, _: Sequence[Segment]) -> list[bytes]:
+        """Return nothing: which chunks a selection has is up to each caller."""
+        return []
+
+    def keep_checksums(self, _: Sequence[Segment], __: Sequence[bytes]) -> None:
+        """Do nothing, as `kept_checksums`."""

@@ -20,6 +20,7 @@ from kvferry.proto.layout_text import layout_text
 from kvferry.proto.placement import shape_of
 from kvferry.proto.step_messages import Source
 from kvferry.worker.block_io import scatter
+from kvferry.worker.checksum import KeptChecksums
 from kvferry.worker.frames import BULK_FRAME_BYTES, DEFAULT_FRAME_BYTES, Frame, Header, SharedOffer
 from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.heap import keep_freed_memory
@@ -79,6 +80,7 @@ class WorkerService:
         self.residency = Residency(memory.num_blocks)
         self.reserver: Reserver | None = None
         self._identity_digest = self.identity.digest()
+        self._checksums = KeptChecksums()
         self.counter = StatsCounter()
         self._paths = tuple(paths)
         self._credentials = credentials
@@ -218,7 +220,12 @@ class WorkerService:
         group = self.memory.group(ask.group_id)
         residents = find_prefix(self.residency, ask.hashes, ask.group_id)
         served = served_of(
-            group, self.residency, residents, ask.selection, num_asked=len(ask.hashes)
+            group,
+            self.residency,
+            residents,
+            ask.selection,
+            num_asked=len(ask.hashes),
+            checksums=self._checksums,
         )
         max_frame_bytes = ask.max_frame_bytes or _frame_bytes(ask)
         frames = read_frames(served, ask.hashes, max_frame_bytes)

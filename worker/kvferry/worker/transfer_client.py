@@ -26,7 +26,7 @@ from kvferry.proto.v1 import transfer_pb2, transfer_pb2_grpc
 from kvferry.worker.block_io import pieces_of
 from kvferry.worker.bulk_connection import connected
 from kvferry.worker.bulk_wire import receive_frames
-from kvferry.worker.checksum import checksum_of
+from kvferry.worker.checksum import frame_checksum, segment_checksums
 from kvferry.worker.destination import Destination
 from kvferry.worker.fetch_terms import CancelledPullError, FetchTerms, Peer
 from kvferry.worker.frame_wire import encode_frame
@@ -163,7 +163,8 @@ class TransferClient:
             )
             for segments in plan_frames(len(run.hashes), group.geometry):
                 pieces = pieces_of(group, places_of(segments, run.block_ids))
-                yield encode_frame(segments, checksum_of(pieces), pieces)
+                checksum = frame_checksum(segment_checksums(segments, pieces))
+                yield encode_frame(segments, checksum, pieces)
 
         with self._channels.lend(address) as channel:
             # The generated stub would serialise the parts, which are encoded already.

@@ -7,7 +7,7 @@ among those still missing, and it counts only once the receiver has put it there
 from collections.abc import Iterable, Sequence
 
 from kvferry.proto.errors import TransferError
-from kvferry.worker.checksum import checksum_of
+from kvferry.worker.checksum import frame_checksum, segment_checksums
 from kvferry.worker.frames import Frame, Geometry, Header, Segment
 
 
@@ -73,20 +73,18 @@ class PullSession:
         """Check a frame before any byte of it is put in place.
 
         Raises:
-            TransferError: as `verify` and `admit_segments`.
+            TransferError: as `admit_segments` and `verify`.
         """
-        if self._num_found is None:
-            raise TransferError("a frame before the header")
-        self.verify(checksum_of([frame.payload]), frame.checksum)
         self.admit_segments(frame.segments, len(frame.payload))
+        self.verify(segment_checksums(frame.segments, [frame.payload]), frame.checksum)
 
-    def verify(self, found: int, checksum: int) -> None:
-        """Check the checksum of the bytes that came against the one that came with them.
+    def verify(self, found: Iterable[bytes], checksum: int) -> None:
+        """Check the checksums of a frame's segments as they came against the one that came too.
 
         Raises:
-            TransferError: they are not the same.
+            TransferError: that is of others.
         """
-        if found != checksum:
+        if frame_checksum(found) != checksum:
             self.num_checksum_failures += 1
             raise TransferError("a frame's checksum is wrong")
 

@@ -326,5 +326,5 @@ def _offer_from_proto(header: transfer_pb2.FetchHeader) -> SharedOffer | BulkOff
 
 def _frame_from_proto(message: transfer_pb2.Frame) -> Frame:
     return Frame(
-        segments=segments_from_proto(message), checksum=message.xxh3_64, payload=message.payload
+        segments=segments_from_proto(message), checksum=message.checksum, payload=message.payload
     )

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from kvferry.proto.v1 import control_pb2 as kvferry_dot_proto_dot_v1_dot_control__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvferry/proto/v1/transfer.proto\x12\x13kvferry.transfer.v1\x1a\x1ekvferry/proto/v1/control.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xa1\x01\n\rDescribeReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x15\n\ridentity_cbor\x18\x02 \x01(\x0c\x12\x1b\n\x13num_resident_blocks\x18\x05 \x01(\x04\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12.\n\x06groups\x18\x07 \x03(\x0b\x32\x1e.kvferry.transfer.v1.GroupInfoJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"N\n\tGroupInfo\x12\x10\n\x08group_id\x18\x01 \x01(\r\x12/\n\x08geometry\x18\x02 \x01(\x0b\x32\x1d.kvferry.transfer.v1.Geometry\"H\n\x08Geometry\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x12\n\npage_bytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\"e\n\x07Segment\x12\x12\n\nhash_index\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x11\n\tlayer_end\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06length\x18\x05 \x01(\x04\"Y\n\x05\x46rame\x12.\n\x08segments\x18\x01 \x03(\x0b\x32\x1c.kvferry.transfer.v1.Segment\x12\x0f\n\x07xxh3_64\x18\x02 \x01(\x06\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\"#\n\x04Loop\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\"Z\n\x0bStridedRuns\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\x12\n\nrun_tokens\x18\x02 \x01(\x04\x12(\n\x05loops\x18\x03 \x03(\x0b\x32\x19.kvferry.transfer.v1.Loop\"\x89\x01\n\tSelection\x12\x13\n\x0blayer_start\x18\x01 \x01(\r\x12\x11\n\tlayer_end\x18\x02 \x01(\r\x12\x12\n\nhead_start\x18\x03 \x01(\r\x12\x10\n\x08head_end\x18\x04 \x01(\r\x12.\n\x04runs\x18\x05 \x03(\x0b\x32 .kvferry.transfer.v1.StridedRuns\"\xbe\x02\n\x0c\x46\x65tchRequest\x12\x17\n\x0fidentity_digest\x18\x01 \x01(\x0c\x12\x15\n\ridentity_cbor\x18\x02 \x01(\x0c\x12\x10\n\x08group_id\x18\x03 \x01(\r\x12\x12\n\nhash_bytes\x18\x04 \x01(\r\x12\x0e\n\x06hashes\x18\x05 \x01(\x0c\x12\x10\n\x08lease_id\x18\x06 \x01(\t\x12\x13\n\x0bincarnation\x18\x07 \x01(\x04\x12\x17\n\x0fmax_frame_bytes\x18\x08 \x01(\r\x12\x31\n\tselection\x18\t \x01(\x0b\x32\x1e.kvferry.transfer.v1.Selection\x12\x0e\n\x06layout\x18\n \x01(\t\x12\x0c\n\x04rank\x18\x0b \x01(\r\x12(\n\x05paths\x18\x0c \x03(\x0e\x32\x19.kvferry.transfer.v1.Path\x12\r\n\x05place\x18\r \x01(\t\"K\n\x11SharedMemoryOffer\x12\x0e\n\x06socket\x18\x01 \x01(\t\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\")\n\tBulkOffer\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"\xe0\x01\n\x0b\x46\x65tchHeader\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x11\n\tnum_found\x18\x02 \x01(\r\x12/\n\x08geometry\x18\x03 \x01(\x0b\x32\x1d.kvferry.transfer.v1.Geometry\x12?\n\rshared_memory\x18\x04 \x01(\x0b\x32&.kvferry.transfer.v1.SharedMemoryOfferH\x00\x12.\n\x04\x62ulk\x18\x05 \x01(\x0b\x32\x1e.kvferry.transfer.v1.BulkOfferH\x00\x42\x07\n\x05offer\"u\n\nFetchReply\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .kvferry.transfer.v1.FetchHeaderH\x00\x12+\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x1a.kvferry.transfer.v1.FrameH\x00\x42\x06\n\x04part\"\xa4\x01\n\x0bStoreHeader\x12\x17\n\x0fidentity_digest\x18\x01 \x01(\x0c\x12\x15\n\ridentity_cbor\x18\x02 \x01(\x0c\x12\x10\n\x08group_id\x18\x03 \x01(\r\x12\x12\n\nhash_bytes\x18\x04 \x01(\r\x12\x0e\n\x06hashes\x18\x05 \x01(\x0c\x12/\n\x08geometry\x18\x06 \x01(\x0b\x32\x1d.kvferry.transfer.v1.Geometry\"w\n\x0cStoreRequest\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .kvferry.transfer.v1.StoreHeaderH\x00\x12+\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x1a.kvferry.transfer.v1.FrameH\x00\x42\x06\n\x04part\"\xb4\x01\n\x0bTakeRequest\x12\x17\n\x0fidentity_digest\x18\x01 \x01(\x0c\x12\x15\n\ridentity_cbor\x18\x02 \x01(\x0c\x12\x10\n\x08group_id\x18\x03 \x01(\r\x12\x12\n\nhash_bytes\x18\x04 \x01(\r\x12\x0e\n\x06hashes\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12*\n\x06source\x18\x07 \x01(\x0b\x32\x1a.kvferry.control.v1.Source\" \n\nStoreReply\x12\x12\n\nnum_stored\x18\x01 \x01(\r*J\n\x04Path\x12\x14\n\x10PATH_UNSPECIFIED\x10\x00\x12\x16\n\x12PATH_SHARED_MEMORY\x10\x01\x12\x14\n\x10PATH_BULK_SOCKET\x10\x02\x32\xc9\x02\n\x08Transfer\x12T\n\x08\x44\x65scribe\x12$.kvferry.transfer.v1.DescribeRequest\x1a\".kvferry.transfer.v1.DescribeReply\x12M\n\x05\x46\x65tch\x12!.kvferry.transfer.v1.FetchRequest\x1a\x1f.kvferry.transfer.v1.FetchReply0\x01\x12M\n\x05Store\x12!.kvferry.transfer.v1.StoreRequest\x1a\x1f.kvferry.transfer.v1.StoreReply(\x01\x12I\n\x04Take\x12 .kvferry.transfer.v1.TakeRequest\x1a\x1f.kvferry.transfer.v1.StoreReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvferry/proto/v1/transfer.proto\x12\x13kvferry.transfer.v1\x1a\x1ekvferry/proto/v1/control.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xa1\x01\n\rDescribeReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x15\n\ridentity_cbor\x18\x02 \x01(\x0c\x12\x1b\n\x13num_resident_blocks\x18\x05 \x01(\x04\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12.\n\x06groups\x18\x07 \x03(\x0b\x32\x1e.kvferry.transfer.v1.GroupInfoJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"N\n\tGroupInfo\x12\x10\n\x08group_id\x18\x01 \x01(\r\x12/\n\x08geometry\x18\x02 \x01(\x0b\x32\x1d.kvferry.transfer.v1.Geometry\"H\n\x08Geometry\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x12\n\npage_bytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\"e\n\x07Segment\x12\x12\n\nhash_index\x18\x01 \x01(\r\x12\x13\n\x0blayer_start\x18\x02 \x01(\r\x12\x11\n\tlayer_end\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06length\x18\x05 \x01(\x04\"Z\n\x05\x46rame\x12.\n\x08segments\x18\x01 \x03(\x0b\x32\x1c.kvferry.transfer.v1.Segment\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x06\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\"#\n\x04Loop\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\"Z\n\x0bStridedRuns\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\x12\n\nrun_tokens\x18\x02 \x01(\x04\x12(\n\x05loops\x18\x03 \x03(\x0b\x32\x19.kvferry.transfer.v1.Loop\"\x89\x01\n\tSelection\x12\x13\n\x0blayer_start\x18\x01 \x01(\r\x12\x11\n\tlayer_end\x18\x02 \x01(\r\x12\x12\n\nhead_start\x18\x03 \x01(\r\x12\x10\n\x08head_end\x18\x04 \x01(\r\x12.\n\x04runs\x18\x05 \x03(\x0b\x32 .kvferry.transfer.v1.StridedRuns\"\xbe\x02\n\x0c\x46\x65tchRequest\x12\x17\n\x0fidentity_digest\x18\x01 \x01(\x0c\x12\x15\n\ridentity_cbor\x18\x02 \x01(\x0c\x12\x10\n\x08group_id\x18\x03 \x01(\r\x12\x12\n\nhash_bytes\x18\x04 \x01(\r\x12\x0e\n\x06hashes\x18\x05 \x01(\x0c\x12\x10\n\x08lease_id\x18\x06 \x01(\t\x12\x13\n\x0bincarnation\x18\x07 \x01(\x04\x12\x17\n\x0fmax_frame_bytes\x18\x08 \x01(\r\x12\x31\n\tselection\x18\t \x01(\x0b\x32\x1e.kvferry.transfer.v1.Selection\x12\x0e\n\x06layout\x18\n \x01(\t\x12\x0c\n\x04rank\x18\x0b \x01(\r\x12(\n\x05paths\x18\x0c \x03(\x0e\x32\x19.kvferry.transfer.v1.Path\x12\r\n\x05place\x18\r \x01(\t\"K\n\x11SharedMemoryOffer\x12\x0e\n\x06socket\x18\x01 \x01(\t\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\")\n\tBulkOffer\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"\xe0\x01\n\x0b\x46\x65tchHeader\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x11\n\tnum_found\x18\x02 \x01(\r\x12/\n\x08geometry\x18\x03 \x01(\x0b\x32\x1d.kvferry.transfer.v1.Geometry\x12?\n\rshared_memory\x18\x04 \x01(\x0b\x32&.kvferry.transfer.v1.SharedMemoryOfferH\x00\x12.\n\x04\x62ulk\x18\x05 \x01(\x0b\x32\x1e.kvferry.transfer.v1.BulkOfferH\x00\x42\x07\n\x05offer\"u\n\nFetchReply\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .kvferry.transfer.v1.FetchHeaderH\x00\x12+\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x1a.kvferry.transfer.v1.FrameH\x00\x42\x06\n\x04part\"\xa4\x01\n\x0bStoreHeader\x12\x17\n\x0fidentity_digest\x18\x01 \x01(\x0c\x12\x15\n\ridentity_cbor\x18\x02 \x01(\x0c\x12\x10\n\x08group_id\x18\x03 \x01(\r\x12\x12\n\nhash_bytes\x18\x04 \x01(\r\x12\x0e\n\x06hashes\x18\x05 \x01(\x0c\x12/\n\x08geometry\x18\x06 \x01(\x0b\x32\x1d.kvferry.transfer.v1.Geometry\"w\n\x0cStoreRequest\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .kvferry.transfer.v1.StoreHeaderH\x00\x12+\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x1a.kvferry.transfer.v1.FrameH\x00\x42\x06\n\x04part\"\xb4\x01\n\x0bTakeRequest\x12\x17\n\x0fidentity_digest\x18\x01 \x01(\x0c\x12\x15\n\ridentity_cbor\x18\x02 \x01(\x0c\x12\x10\n\x08group_id\x18\x03 \x01(\r\x12\x12\n\nhash_bytes\x18\x04 \x01(\r\x12\x0e\n\x06hashes\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12*\n\x06source\x18\x07 \x01(\x0b\x32\x1a.kvferry.control.v1.Source\" \n\nStoreReply\x12\x12\n\nnum_stored\x18\x01 \x01(\r*J\n\x04Path\x12\x14\n\x10PATH_UNSPECIFIED\x10\x00\x12\x16\n\x12PATH_SHARED_MEMORY\x10\x01\x12\x14\n\x10PATH_BULK_SOCKET\x10\x02\x32\xc9\x02\n\x08Transfer\x12T\n\x08\x44\x65scribe\x12$.kvferry.transfer.v1.DescribeRequest\x1a\".kvferry.transfer.v1.DescribeReply\x12M\n\x05\x46\x65tch\x12!.kvferry.transfer.v1.FetchRequest\x1a\x1f.kvferry.transfer.v1.FetchReply0\x01\x12M\n\x05Store\x12!.kvferry.transfer.v1.StoreRequest\x1a\x1f.kvferry.transfer.v1.StoreReply(\x01\x12I\n\x04Take\x12 .kvferry.transfer.v1.TakeRequest\x1a\x1f.kvferry.transfer.v1.StoreReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvferry.proto.v1.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PATH']._serialized_start=2180
-  _globals['_PATH']._serialized_end=2254
+  _globals['_PATH']._serialized_start=2181
+  _globals['_PATH']._serialized_end=2255
   _globals['_DESCRIBEREQUEST']._serialized_start=88
   _globals['_DESCRIBEREQUEST']._serialized_end=105
   _globals['_DESCRIBEREPLY']._serialized_start=108
@@ -45,31 +45,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEGMENT']._serialized_start=425
   _globals['_SEGMENT']._serialized_end=526
   _globals['_FRAME']._serialized_start=528
-  _globals['_FRAME']._serialized_end=617
-  _globals['_LOOP']._serialized_start=619
-  _globals['_LOOP']._serialized_end=654
-  _globals['_STRIDEDRUNS']._serialized_start=656
-  _globals['_STRIDEDRUNS']._serialized_end=746
-  _globals['_SELECTION']._serialized_start=749
-  _globals['_SELECTION']._serialized_end=886
-  _globals['_FETCHREQUEST']._serialized_start=889
-  _globals['_FETCHREQUEST']._serialized_end=1207
-  _globals['_SHAREDMEMORYOFFER']._serialized_start=1209
-  _globals['_SHAREDMEMORYOFFER']._serialized_end=1284
-  _globals['_BULKOFFER']._serialized_start=1286
-  _globals['_BULKOFFER']._serialized_end=1327
-  _globals['_FETCHHEADER']._serialized_start=1330
-  _globals['_FETCHHEADER']._serialized_end=1554
-  _globals['_FETCHREPLY']._serialized_start=1556
-  _globals['_FETCHREPLY']._serialized_end=1673
-  _globals['_STOREHEADER']._serialized_start=1676
-  _globals['_STOREHEADER']._serialized_end=1840
-  _globals['_STOREREQUEST']._serialized_start=1842
-  _globals['_STOREREQUEST']._serialized_end=1961
-  _globals['_TAKEREQUEST']._serialized_start=1964
-  _globals['_TAKEREQUEST']._serialized_end=2144
-  _globals['_STOREREPLY']._serialized_start=2146
-  _globals['_STOREREPLY']._serialized_end=2178
-  _globals['_TRANSFER']._serialized_start=2257
-  _globals['_TRANSFER']._serialized_end=2586
+  _globals['_FRAME']._serialized_end=618
+  _globals['_LOOP']._serialized_start=620
+  _globals['_LOOP']._serialized_end=655
+  _globals['_STRIDEDRUNS']._serialized_start=657
+  _globals['_STRIDEDRUNS']._serialized_end=747
+  _globals['_SELECTION']._serialized_start=750
+  _globals['_SELECTION']._serialized_end=887
+  _globals['_FETCHREQUEST']._serialized_start=890
+  _globals['_FETCHREQUEST']._serialized_end=1208
+  _globals['_SHAREDMEMORYOFFER']._serialized_start=1210
+  _globals['_SHAREDMEMORYOFFER']._serialized_end=1285
+  _globals['_BULKOFFER']._serialized_start=1287
+  _globals['_BULKOFFER']._serialized_end=1328
+  _globals['_FETCHHEADER']._serialized_start=1331
+  _globals['_FETCHHEADER']._serialized_end=1555
+  _globals['_FETCHREPLY']._serialized_start=1557
+  _globals['_FETCHREPLY']._serialized_end=1674
+  _globals['_STOREHEADER']._serialized_start=1677
+  _globals['_STOREHEADER']._serialized_end=1841
+  _globals['_STOREREQUEST']._serialized_start=1843
+  _globals['_STOREREQUEST']._serialized_end=1962
+  _globals['_TAKEREQUEST']._serialized_start=1965
+  _globals['_TAKEREQUEST']._serialized_end=2145
+  _globals['_STOREREPLY']._serialized_start=2147
+  _globals['_STOREREPLY']._serialized_end=2179
+  _globals['_TRANSFER']._serialized_start=2258
+  _globals['_TRANSFER']._serialized_end=2587
 # @@protoc_insertion_point(module_scope)

@@ -184,10 +184,12 @@ class Frame(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEGMENTS_FIELD_NUMBER: builtins.int
-    XXH3_64_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
     PAYLOAD_FIELD_NUMBER: builtins.int
-    xxh3_64: builtins.int
-    """xxh3-64 of the payload, seed 0."""
+    checksum: builtins.int
+    """xxh3-64 (seed 0) of the segments' own xxh3-64s, one after the other, each in 8 bytes, the
+    highest first.
+    """
     payload: builtins.bytes
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Segment]: ...
@@ -195,10 +197,10 @@ class Frame(google.protobuf.message.Message):
         self,
         *,
         segments: collections.abc.Iterable[Global___Segment] | None = ...,
-        xxh3_64: builtins.int = ...,
+        checksum: builtins.int = ...,
         payload: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["payload", b"payload", "segments", b"segments", "xxh3_64", b"xxh3_64"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "payload", b"payload", "segments", b"segments"]) -> None: ...
 
 Global___Frame: typing_extensions.TypeAlias = Frame
 
