@@ -243,6 +243,20 @@ def test_a_reservation_becomes_findable_as_far_as_it_was_written(fleet: Fleet) -
         fleet.end_reservation("a", reserved.reservation_id, num_written=2)
 
 
+def test_a_reservation_that_nobody_ends_expires_and_leaves_nothing_findable(fleet: Fleet) -> None:
+    # As when the reply that named it was lost.
+    lost = fleet.reserve("a", "xy")
+    fleet.now = 299.0
+    later = fleet.reserve("a", "z")
+    fleet.now = 300.0
+    assert fleet.locate("xy")["a"] == 0
+    assert fleet.num_free("a") == 8
+    with pytest.raises(NotFoundError, match="ended reservation"):
+        fleet.end_reservation("a", lost.reservation_id, num_written=2)
+    assert fleet.end_reservation("a", later.reservation_id, num_written=1)
+    assert fleet.num_free("a") == 9
+
+
 def test_reserving_what_is_held_reserves_nothing(fleet: Fleet) -> None:
     fleet.cache("a", "xy")
     reserved = fleet.reserve("a", "xy")

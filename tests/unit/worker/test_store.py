@@ -37,7 +37,7 @@ from kvferry.proto.layout import Layout
 from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved
 from kvferry.worker.actor import StoreConfig, WorkerActor
 from kvferry.worker.block_io import gather
-from kvferry.worker.coordinator_reserver import END_ATTEMPTS, END_PAUSE_S, CoordinatorReserver
+from kvferry.worker.coordinator_reserver import ATTEMPTS, PAUSE_S, CoordinatorReserver
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Place, plan_frames
 from kvferry.worker.kv_memory import KvMemory
@@ -330,12 +330,31 @@ def test_an_end_is_repeated_under_its_call_id_until_it_is_answered(
     coordinator = FakeCoordinator(answer)
     new_reserver(coordinator).end(LeaseId("r9"), 2)
     assert coordinator.commands == [coordinator.commands[0]] * 3
-    assert pauses_s == [END_PAUSE_S] * 2
+    assert pauses_s == [PAUSE_S] * 2
+
+
+def test_a_reservation_is_asked_for_again_under_its_call_id_until_it_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvferry.worker.coordinator_reserver.time.sleep", lambda _: None)
+    reserved = Reserved(reservation_id=LeaseId("r1"), block_ids=(BlockId(1),), num_resets=0)
+    answers: list[Reply | KvferryError] = [DeadlineError("slow"), reserved]
+
+    def answer(_: Command) -> Reply:
+        reply = answers.pop(0)
+        if isinstance(reply, KvferryError):
+            raise reply
+        return reply
+
+    coordinator = FakeCoordinator(answer)
+    reservation = new_reserver(coordinator).reserve(FIRST_GROUP, HASHES[:1])
+    assert reservation.block_ids == (1,)
+    assert coordinator.commands == [coordinator.commands[0]] * 2
 
 
 @pytest.mark.parametrize(
     ("error", "num_attempts"),
-    [(UnavailableError("gone"), END_ATTEMPTS), (NotFoundError("unknown reservation"), 1)],
+    [(UnavailableError("gone"), ATTEMPTS), (NotFoundError("unknown reservation"), 1)],
 )
 def test_an_end_gives_up_after_its_attempts_and_at_once_when_refused(
     error: KvferryError, num_attempts: int, monkeypatch: pytest.MonkeyPatch

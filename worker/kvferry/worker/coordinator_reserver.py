@@ -5,14 +5,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from kvferry.proto.errors import InvariantError, KvferryError, StaleError
+from kvferry.proto.errors import DeadlineError, InvariantError, StaleError, UnavailableError
 from kvferry.proto.ids import BlockHash, Epoch, GroupId, Incarnation, InstanceId, LeaseId
 from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved, expect
 from kvferry.worker.reservations import Reservation
 from kvferry.worker.residency import Fence
 
-END_ATTEMPTS = 4
-END_PAUSE_S = 0.5
+ATTEMPTS = 4
+PAUSE_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class CoordinatorReserver:
             hashes=tuple(hashes),
             group_id=group_id,
         )
-        reserved = expect(self._call(command), Reserved)
+        reserved = expect(self._until_answered(command), Reserved)
         return Reservation(
             reservation_id=reserved.reservation_id,
             block_ids=reserved.block_ids,
@@ -53,8 +53,8 @@ class CoordinatorReserver:
     def end(self, reservation_id: LeaseId, num_written: int) -> None:
         """Say that the writer is closed and the first `num_written` hashes are completely here.
 
-        An end that gets lost keeps the blocks reserved for the rest of this life, so it is tried
-        `END_ATTEMPTS` times.
+        Like `reserve`, it is said up to `ATTEMPTS` times; what the coordinator never hears of keeps
+        the blocks until the reservation expires.
 
         Raises:
             StaleError: the identity was reset meanwhile; nothing of it is kept.
@@ -68,21 +68,20 @@ class CoordinatorReserver:
             reservation_id=reservation_id,
             num_written=num_written,
         )
-        if not self._until_answered(command).changed:
+        if not expect(self._until_answered(command), Done).changed:
             raise StaleError("the identity was reset while this was written", given=reservation_id)
 
-    def _until_answered(self, command: EndReservation) -> Done:
+    def _until_answered(self, command: Reserve | EndReservation) -> Reply:
         # Repeating is safe: the coordinator answers the same call_id with the same reply.
-        for attempts_left in reversed(range(END_ATTEMPTS)):
+        for attempts_left in reversed(range(ATTEMPTS)):
             try:
-                return expect(self._call(command), Done)
-            except KvferryError as error:
-                if not error.retryable or not attempts_left:
+                return self._call(command)
+            except (UnavailableError, DeadlineError) as error:
+                if not attempts_left:
                     raise
-                lease_id = command.reservation_id
-                _log.warning("reservation %s could not be ended yet: %s", lease_id, error)
-                time.sleep(END_PAUSE_S)
-        raise InvariantError("no attempt was made", given=END_ATTEMPTS)
+                _log.warning("%s was not answered yet: %s", command.call_id, error)
+                time.sleep(PAUSE_S)
+        raise InvariantError("no attempt was made", given=ATTEMPTS)
 
     def _next_call_id(self) -> str:
         return f"{self._instance_id}/{self._incarnation}/store-{next(self._numbers)}"
