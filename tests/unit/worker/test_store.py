@@ -310,16 +310,24 @@ def test_after_a_reset_only_what_is_written_for_it_is_resident() -> None:
     assert found.block_id == 4
 
 
-def test_an_end_is_repeated_under_its_call_id_until_it_is_answered(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("ask", "answered"),
+    [
+        (lambda reserver: reserver.end(LeaseId("r9"), 2), Done(changed=True)),
+        (
+            lambda reserver: reserver.reserve(FIRST_GROUP, HASHES[:1]),
+            Reserved(reservation_id=LeaseId("r1"), block_ids=(BlockId(1),), num_resets=0),
+        ),
+    ],
+    ids=["end", "reserve"],
+)
+def test_a_call_is_repeated_under_its_call_id_until_it_is_answered(
+    ask: Callable[[CoordinatorReserver], object], answered: Reply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses_s: list[float] = []
     monkeypatch.setattr("kvferry.worker.coordinator_reserver.time.sleep", pauses_s.append)
-    answers: list[Reply | KvferryError] = [
-        UnavailableError("restarting"),
-        DeadlineError("slow"),
-        Done(changed=True),
-    ]
+    answers: list[Reply | KvferryError]
+    answers = [UnavailableError("restarting"), DeadlineError("slow"), answered]
 
     def answer(_: Command) -> Reply:
         reply = answers.pop(0)
@@ -328,28 +336,9 @@ def test_an_end_is_repeated_under_its_call_id_until_it_is_answered(
         return reply
 
     coordinator = FakeCoordinator(answer)
-    new_reserver(coordinator).end(LeaseId("r9"), 2)
+    ask(new_reserver(coordinator))
     assert coordinator.commands == [coordinator.commands[0]] * 3
     assert pauses_s == [PAUSE_S] * 2
-
-
-def test_a_reservation_is_asked_for_again_under_its_call_id_until_it_is_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvferry.worker.coordinator_reserver.time.sleep", lambda _: None)
-    reserved = Reserved(reservation_id=LeaseId("r1"), block_ids=(BlockId(1),), num_resets=0)
-    answers: list[Reply | KvferryError] = [DeadlineError("slow"), reserved]
-
-    def answer(_: Command) -> Reply:
-        reply = answers.pop(0)
-        if isinstance(reply, KvferryError):
-            raise reply
-        return reply
-
-    coordinator = FakeCoordinator(answer)
-    reservation = new_reserver(coordinator).reserve(FIRST_GROUP, HASHES[:1])
-    assert reservation.block_ids == (1,)
-    assert coordinator.commands == [coordinator.commands[0]] * 2
 
 
 @pytest.mark.parametrize(
