@@ -5,7 +5,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from kvferry.proto.errors import DeadlineError, InvariantError, StaleError, UnavailableError
+from kvferry.proto.errors import (
+    BusyError,
+    DeadlineError,
+    InvariantError,
+    KvferryError,
+    StaleError,
+    UnavailableError,
+)
 from kvferry.proto.ids import BlockHash, Epoch, GroupId, Incarnation, InstanceId, LeaseId
 from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved, expect
 from kvferry.worker.reservations import Reservation
@@ -13,6 +20,8 @@ from kvferry.worker.residency import Fence
 
 ATTEMPTS = 4
 PAUSE_S = 0.5
+
+_UNANSWERED = (UnavailableError, DeadlineError)
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +52,7 @@ class CoordinatorReserver:
             hashes=tuple(hashes),
             group_id=group_id,
         )
-        reserved = expect(self._until_answered(command), Reserved)
+        reserved = expect(self._until_answered(command, _UNANSWERED), Reserved)
         return Reservation(
             reservation_id=reserved.reservation_id,
             block_ids=reserved.block_ids,
@@ -68,15 +77,19 @@ class CoordinatorReserver:
             reservation_id=reservation_id,
             num_written=num_written,
         )
-        if not expect(self._until_answered(command), Done).changed:
+        # An end needs no room: who is busy did not look at it.
+        reply = self._until_answered(command, (*_UNANSWERED, BusyError))
+        if not expect(reply, Done).changed:
             raise StaleError("the identity was reset while this was written", given=reservation_id)
 
-    def _until_answered(self, command: Reserve | EndReservation) -> Reply:
+    def _until_answered(
+        self, command: Reserve | EndReservation, no_answers: tuple[type[KvferryError], ...]
+    ) -> Reply:
         # Repeating is safe: the coordinator answers the same call_id with the same reply.
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
                 return self._call(command)
-            except (UnavailableError, DeadlineError) as error:
+            except no_answers as error:
                 if not attempts_left:
                     raise
                 _log.warning("%s was not answered yet: %s", command.call_id, error)
