@@ -79,7 +79,7 @@ class Admission:
             return False
         if not self._load(request, hit, *peer, ahead=True):
             return False
-        self.instance.accounts.loads_ahead(ask.request_id)
+        self.instance.accounts.uncounted(ask.request_id)
         self.state.counters["loads_ahead"] += 1
         return True
 

@@ -216,6 +216,43 @@ class BlockPool:
         self._free.prepend(first)
         return list(dict.fromkeys(block for block in blocks if states[block] is run))
 
+    # --- coming back -------------------------------------------------------------------------
+
+    def are_blank(self, block_ids: Iterable[BlockId]) -> bool:
+        """Tell whether blocks have neither an owner nor a hash."""
+        return all(self._states[block] == 0 for block in block_ids)
+
+    def restore(
+        self,
+        hashes: Sequence[BlockHash],
+        block_ids: Sequence[BlockId],
+        group_id: GroupId,
+        *,
+        block_tokens: int,
+        origin: GroupOrigin,
+    ) -> None:
+        """Make blocks that `are_blank` findable, and put them to the back of the queue.
+
+        They are distinct. The first given is to be reused first.
+        """
+        blocks, run, states = list(block_ids), Run(), self._states
+        self._free.pick(blocks)
+        self.cache_full_blocks(
+            hashes, blocks, 0, len(blocks), group_id, block_tokens=block_tokens, origin=origin
+        )
+        for block in blocks:
+            states[block] = run
+        self._free.append(run, blocks)
+
+    def claim(self, block_ids: Iterable[BlockId]) -> None:
+        """Add one reference to each of distinct blocks, whether they can be found or not."""
+        blocks, states = list(block_ids), self._states
+        blank = [block for block in blocks if states[block] == 0]
+        self.touch([block for block in blocks if states[block] != 0])
+        self._free.pick(blank)
+        for block in blank:
+            states[block] = 1
+
     # --- finding -----------------------------------------------------------------------------
 
     def cache_full_blocks(

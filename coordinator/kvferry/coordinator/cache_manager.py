@@ -4,7 +4,7 @@ Decides as vLLM's KVCacheManager does in the version that the profile names: a r
 hands out nothing, and what a lookup returned must be allocated before anything else happens.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvferry.coordinator.block_pool import BlockPool
 from kvferry.coordinator.cache_config import CacheConfig
@@ -193,6 +193,17 @@ class CacheManager:
         for group in self.groups:
             num_cacheable = self._cacheable_tokens(num_tokens, group.group_id)
             group.cache_blocks(request, num_cacheable, resume_at)
+
+    def restore(self, request: RequestState, tables: Sequence[Sequence[BlockId]]) -> None:
+        """Take in a request that computes already, with its table of each group.
+
+        Each block is its own where it is not completely written; otherwise it has its hash, or none
+        and no owner either. What is written becomes findable.
+        """
+        resume_at = self._resume_positions(request)
+        for group, table in zip(self.groups, tables, strict=True):
+            num_cacheable = self._cacheable_tokens(request.num_computed_tokens, group.group_id)
+            group.restore(request, table, num_cacheable, resume_at)
 
     # --- giving back -------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ Decides nothing about who may be freed. Used by `block_pool` only.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress, islice
 
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import BlockId
@@ -40,6 +41,8 @@ class FreeQueue:
         """Queue the ids `first .. end - 1` in ascending order."""
         self._front: list[BlockId] = []  # the last one is reused first
         self._unused = range(first, end)
+        # Which of the unused ids are still queued, by id; None as long as all are.
+        self._is_queued: bytearray | None = None
         self._runs: OrderedDict[Run, None] = OrderedDict()
         self._states = states
         self._len = end - first
@@ -49,7 +52,7 @@ class FreeQueue:
 
     def __iter__(self) -> Iterator[BlockId]:
         yield from reversed(self._front)
-        yield from map(BlockId, self._unused)
+        yield from self._queued_unused()
         for run in self._runs:
             yield from self._live(run)
 
@@ -68,12 +71,29 @@ class FreeQueue:
             taken = self._front[: -count - 1 : -1]
             del self._front[len(self._front) - len(taken) :]
         if self._unused and len(taken) < count:
-            unused = self._unused[: count - len(taken)]
-            taken += map(BlockId, unused)
-            self._unused = self._unused[len(unused) :]
+            unused = list(islice(self._queued_unused(), count - len(taken)))
+            taken += unused
+            end = self._unused.stop
+            self._unused = range(unused[-1] + 1 if len(taken) == count else end, end)
         while len(taken) < count:
             self._take_from_first_run(taken, count - len(taken))
         return taken
+
+    def pick(self, block_ids: Iterable[BlockId]) -> None:
+        """Take out distinct ids of the queue that were not put to the back."""
+        unused, is_queued = self._unused, self._is_queued
+        if is_queued is None:
+            is_queued = self._is_queued = bytearray(b"\1") * unused.stop
+        others: set[BlockId] = set()
+        for block in block_ids:
+            if block in unused and is_queued[block]:
+                is_queued[block] = 0
+                self._len -= 1
+            else:
+                others.add(block)
+        if others:
+            self._front = [block for block in self._front if block not in others]
+            self._len -= len(others)
 
     def remove(self, run: Run) -> None:
         """Take one id out of its run, wherever it stands; its state is another already."""
@@ -105,6 +125,12 @@ class FreeQueue:
         """Put distinct ids that are not queued to the front: the first is reused first."""
         self._front += reversed(block_ids)
         self._len += len(block_ids)
+
+    def _queued_unused(self) -> Iterator[BlockId]:
+        unused = map(BlockId, self._unused)
+        if self._is_queued is None:
+            return unused
+        return compress(unused, memoryview(self._is_queued)[self._unused.start :])
 
     def _live(self, run: Run) -> list[BlockId]:
         states = self._states

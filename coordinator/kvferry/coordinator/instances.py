@@ -80,6 +80,9 @@ class Instance:
     service's chain that are, `hash_block_tokens` what one of them covers. `rules` are those of its
     own blocks, `rules_of_hashes` those of whoever takes single hashes of the chain.
 
+    One that is `returning` has not told all that it holds. `num_resets`: how often the identity of
+    a store was ever reset.
+
     `requests` holds running and loading requests; `loads` those of them whose blocks are still
     being fetched, oldest first. `followers` wait for a prefill elsewhere. `sampler`, if any,
     follows the blocks of its pool.
@@ -118,6 +121,7 @@ class Instance:
         self.followers: dict[RequestId, Follower] = {}
         self.reservations: dict[LeaseId, Reservation] = {}
         self.num_resets = 0
+        self.returning = False
 
     @property
     def source(self) -> Source:

@@ -19,9 +19,10 @@ def reset_identity(state: ServiceState, command: ResetIdentity) -> Forgotten:
         if lease.instance_id in stores:
             state.end_lease(lease.lease_id)
     num_blocks = 0
+    state.resets[command.identity_digest] += 1
     for store in stores.values():
         num_blocks += store.manager.forget_all()
-        store.num_resets += 1
+        store.num_resets = state.resets[command.identity_digest]
     state.counters["resets"] += 1
     state.note(
         "identity_reset",

@@ -4,23 +4,27 @@ Single-threaded, without clock, I/O or randomness; the shells and the simulator 
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from kvferry.coordinator import invariants
 from kvferry.coordinator.block_sampling import BlockSampler, require_sample_every
 from kvferry.coordinator.event_snapshot import snapshot_events
+from kvferry.coordinator.finding import lease_command, locate
 from kvferry.coordinator.handoff import Handoff, HandoffEvent
 from kvferry.coordinator.held import held_of
 from kvferry.coordinator.instances import Instance
-from kvferry.coordinator.leases import Lease, require_ttl
+from kvferry.coordinator.leases import require_ttl
 from kvferry.coordinator.pool_events import Cleared, PoolEvent
 from kvferry.coordinator.registration import check_registration, require_same_member
 from kvferry.coordinator.resetting import reset_identity
+from kvferry.coordinator.restoring import restore_blocks, restore_requests
 from kvferry.coordinator.state import InstanceEvents, ServiceState
 from kvferry.coordinator.step import apply_step
 from kvferry.coordinator.storing import end_reservation, reserve
 from kvferry.proto.errors import (
     BadInputError,
-    IdentityMismatchError,
+    NotRegisteredError,
+    RestoringError,
     StaleError,
 )
 from kvferry.proto.identity import Identity, require_equal_identities
@@ -34,11 +38,9 @@ from kvferry.proto.messages import (
     Done,
     Effect,
     EndReservation,
-    Holder,
     InstanceStatus,
-    Leased,
     Locate,
-    Located,
+    MemberCommand,
     OpenHandoff,
     Registered,
     RegisterInstance,
@@ -50,11 +52,14 @@ from kvferry.proto.messages import (
     ResetIdentity,
     Tick,
 )
+from kvferry.proto.restore_messages import RestoreBlocks, RestoreRequests
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import Step
 
 # A repeat comes within a call's deadline; at some thousand calls per second this covers seconds.
 _REMEMBERED_REPLIES = 8192
+
+NO_RESETS: Mapping[bytes, int] = {}
 
 
 class CoordinatorService:
@@ -63,6 +68,7 @@ class CoordinatorService:
     Args:
         scheme: how every member hashes.
         epoch: this coordinator's life.
+        resets: how often each identity was ever reset, by its digest (see `resets`).
         expected_identity: the only identity that may join; None admits any.
         lease_cap_s: longest life of a lease, renewals included.
         step_lease_s: how long the source of a load is leased.
@@ -78,6 +84,7 @@ class CoordinatorService:
         *,
         scheme: HashScheme,
         epoch: Epoch,
+        resets: Mapping[bytes, int] = NO_RESETS,
         expected_identity: Identity | None = None,
         lease_cap_s: float = 300.0,
         step_lease_s: float = 60.0,
@@ -97,8 +104,10 @@ class CoordinatorService:
         require_ttl("step_lease_s", step_lease_s)
         self.scheme = scheme
         self.epoch = epoch
-        self.state = ServiceState(epoch, lease_cap_s, tells_pool_events=tells_pool_events)
-        self._registered = Registered(epoch=epoch, wants_content=tells_pool_events)
+        self.state = ServiceState(
+            epoch, lease_cap_s, resets=resets, tells_pool_events=tells_pool_events
+        )
+        self._wants_content = tells_pool_events
         self._expected_identity = expected_identity
         self._step_lease_s = step_lease_s
         self._sample_block_every = sample_block_every
@@ -125,6 +134,13 @@ class CoordinatorService:
         if self._check_invariants:
             invariants.check(self)
         return reply, self.state.take_effects()
+
+    def resets(self) -> dict[bytes, int]:
+        """Return how often each identity was ever reset, by its digest.
+
+        It must outlive this coordinator: it is to be saved before the reply to a reset is given.
+        """
+        return dict(self.state.resets)
 
     def take_pool_events(self) -> list[InstanceEvents]:
         """Return what the pools of all instances did since the last call, in order.
@@ -166,21 +182,25 @@ class CoordinatorService:
             self._replies.popitem(last=False)
 
     def _run(self, command: Command, now: float) -> Reply:
+        reply: Reply
         match command:
-            case Step():
-                return self._step(command, now)
+            case Step() | Reserve() | EndReservation() | RestoreBlocks() | RestoreRequests():
+                reply = self._member(command, now)
             case RegisterInstance() | RemoveInstance():
-                return self._membership(command)
+                reply = self._membership(command)
             case AcquireLease() | RenewLease() | ReleaseLease():
-                return self._lease(command, now)
-            case Reserve() | EndReservation() | ResetIdentity():
-                return self._store(command)
+                reply = lease_command(self.state, command, now)
             case OpenHandoff() | CloseHandoff():
-                return self._handoff(command, now)
-            case Locate() | Describe():
-                return self._describe() if isinstance(command, Describe) else self._locate(command)
+                reply = self._handoff(command, now)
+            case ResetIdentity():
+                reply = reset_identity(self.state, command)
+            case Locate():
+                reply = locate(self.state, command)
+            case Describe():
+                reply = self._describe()
             case _:
                 raise BadInputError("not a command", given=type(command).__name__)
+        return reply
 
     # --- membership --------------------------------------------------------------------------
 
@@ -211,16 +231,25 @@ class CoordinatorService:
                 self._require_incarnation(known, info.incarnation)
             if info.incarnation == known.info.incarnation:
                 require_same_member(known.info, info)
-                return self._registered
+                if not command.returning:
+                    return self._registered(known)
             self.state.remove_instance(info.instance_id)
             self.state.note(
                 "instance_replaced",
                 f"{info.instance_id}: incarnation {known.info.incarnation} by {info.incarnation}",
             )
+        instance.returning = command.returning
         self.state.add_instance(instance)
         places = ", ".join(info.rank_addresses)
         self.state.note("instance_registered", f"{info.instance_id} at {places}")
-        return self._registered
+        return self._registered(instance)
+
+    def _registered(self, instance: Instance) -> Registered:
+        return Registered(
+            epoch=self.epoch,
+            wants_content=self._wants_content,
+            num_resets=instance.num_resets,
+        )
 
     def _new_sampler(self) -> BlockSampler | None:
         if self._sample_block_every is None:
@@ -235,87 +264,49 @@ class CoordinatorService:
                 allowed=known.info.incarnation,
             )
 
-    def _live(self, command: Step | Reserve | EndReservation) -> Instance:
+    def _sender(self, command: MemberCommand) -> Instance:
         if command.epoch != self.epoch:
-            raise StaleError(
+            raise NotRegisteredError(
                 "made under another life of the coordinator",
                 given=command.epoch,
                 allowed=self.epoch,
             )
-        instance = self.state.instance(command.instance_id)
+        instance = self.state.instances.get(command.instance_id)
+        if instance is None:
+            raise NotRegisteredError(
+                "unknown instance", given=command.instance_id, allowed=sorted(self.state.instances)
+            )
         self._require_incarnation(instance, command.incarnation)
+        tells = isinstance(command, RestoreBlocks | RestoreRequests)
+        if instance.returning and not tells:
+            raise RestoringError(
+                "the instance has not told all that it holds", given=command.instance_id
+            )
+        if tells and not instance.returning:
+            raise BadInputError(
+                "the instance has told all that it holds already",
+                given=command.instance_id,
+                allowed="after RegisterInstance with returning",
+            )
         return instance
 
-    # --- steps and stores --------------------------------------------------------------------
+    # --- what members say --------------------------------------------------------------------
 
-    def _step(self, command: Step, now: float) -> Reply:
-        instance = self._live(command)
-        return apply_step(self.state, instance, command, now=now, step_lease_s=self._step_lease_s)
-
-    def _store(self, command: Reserve | EndReservation | ResetIdentity) -> Reply:
-        if isinstance(command, ResetIdentity):
-            return reset_identity(self.state, command)
-        instance = self._live(command)
-        if isinstance(command, Reserve):
-            return reserve(self.state, instance, command)
-        return end_reservation(instance, command)
-
-    # --- finding and leases ------------------------------------------------------------------
-
-    def _locate(self, command: Locate) -> Located:
-        holders = tuple(
-            Holder(
-                source=instance.source,
-                role=instance.info.role,
-                num_hashes=num_hashes,
-                num_requests=instance.num_requests,
-                num_free_blocks=instance.manager.pool.num_free_blocks,
-            )
-            for instance, num_hashes in self.state.holders(command.identity_digest, command.hashes)
-        )
-        return Located(epoch=self.epoch, holders=holders)
-
-    def _lease(self, command: AcquireLease | RenewLease | ReleaseLease, now: float) -> Reply:
+    def _member(self, command: MemberCommand, now: float) -> Reply:
+        instance = self._sender(command)
         match command:
-            case AcquireLease():
-                return self._acquire(command, now)
-            case RenewLease():
-                lease = self.state.leases.renew(command.lease_id, now=now, ttl_s=command.ttl_s)
-                return self._leased(lease, now)
-            case ReleaseLease():
-                return Done(changed=self.state.end_lease(command.lease_id))
-
-    def _acquire(self, command: AcquireLease, now: float) -> Leased:
-        require_ttl("ttl_s", command.ttl_s)
-        if command.instance_id is not None:
-            self._require_identity(command.instance_id, command.identity_digest)
-        for instance, num_hashes in self.state.holders(command.identity_digest, command.hashes):
-            if num_hashes and command.instance_id in (None, instance.info.instance_id):
-                blocks = self.state.blocks_of_prefix(
-                    instance, command.hashes, instance.rules_of_hashes, end=num_hashes
+            case RestoreBlocks():
+                return restore_blocks(instance, command)
+            case RestoreRequests():
+                return restore_requests(self.state, instance, command)
+            case Reserve():
+                return reserve(self.state, instance, command)
+            case EndReservation():
+                return end_reservation(instance, command)
+            case Step():
+                return apply_step(
+                    self.state, instance, command, now=now, step_lease_s=self._step_lease_s
                 )
-                lease = self.state.lease_blocks(
-                    instance, blocks, num_prefix_hashes=num_hashes, now=now, ttl_s=command.ttl_s
-                )
-                return self._leased(lease, now)
-        return Leased(lease_id=None, source=None, num_hashes=0, ttl_s=0.0)
-
-    def _require_identity(self, instance_id: InstanceId, identity_digest: bytes) -> None:
-        instance = self.state.instance(instance_id)
-        if instance.identity_digest != identity_digest:
-            raise IdentityMismatchError(
-                f"{instance_id} holds blocks of another identity",
-                given={"digest": identity_digest.hex()},
-                allowed={"digest": instance.identity_digest.hex()},
-            )
-
-    def _leased(self, lease: Lease, now: float) -> Leased:
-        return Leased(
-            lease_id=lease.lease_id,
-            source=self.state.instance(lease.instance_id).source,
-            num_hashes=lease.num_prefix_hashes,
-            ttl_s=lease.deadline_s - now,
-        )
 
     # --- handoffs ----------------------------------------------------------------------------
 
@@ -366,6 +357,7 @@ class CoordinatorService:
             num_requests=instance.num_requests,
             stats=instance.stats(),
             held=held_of(instance, self.state.leases),
+            returning=instance.returning,
         )
 
 

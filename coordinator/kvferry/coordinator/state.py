@@ -4,7 +4,7 @@ Used by the service, the step and the checks; decides no policy.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvferry.coordinator.block_sampling import Moment
 from kvferry.coordinator.handoff import Handoff, HandoffEvent
@@ -39,6 +39,7 @@ COUNTERS = (
     "handoffs_expired",
     "handoffs_without_taker",
     "resets",
+    "returns",
     "ignored_messages",
 )
 
@@ -49,22 +50,32 @@ InstanceEvents = tuple[InstanceId, Sequence[PoolEvent]]
 class ServiceState:
     """Instances, location index, leases, handoffs and counters of one coordinator life."""
 
-    def __init__(self, epoch: Epoch, lease_cap_s: float, *, tells_pool_events: bool) -> None:
-        """Start empty.
+    def __init__(
+        self,
+        epoch: Epoch,
+        lease_cap_s: float,
+        *,
+        resets: Mapping[bytes, int],
+        tells_pool_events: bool,
+    ) -> None:
+        """Start without members.
 
         Args:
             epoch: this life of the coordinator.
             lease_cap_s: the longest time to live that a lease gets, in seconds.
+            resets: how often each identity was ever reset, by its digest.
             tells_pool_events: somebody takes them after each command.
 
         Raises:
             BadInputError: as `LeaseTable`.
 
         """
+        self.epoch = epoch
         self.moment = Moment()
         self.instances: dict[InstanceId, Instance] = {}
         self.index = LocationIndex()
         self.leases = LeaseTable(epoch, lease_cap_s)
+        self.resets = Counter(resets)
         self.handoffs: dict[RequestId, Handoff] = {}
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._effects: list[Effect] = []
@@ -90,6 +101,8 @@ class ServiceState:
     def add_instance(self, instance: Instance) -> None:
         """Take a new instance in."""
         self._tell(instance.info.instance_id, [Cleared()])
+        if instance.info.role == "store":
+            instance.num_resets = self.resets[instance.identity_digest]
         self.instances[instance.info.instance_id] = instance
         self.index.join(
             instance.info.instance_id, instance.identity_digest, instance.hashes_per_block

@@ -111,12 +111,12 @@ def _check_progress(
             given=progress.num_computed_tokens,
             allowed=f"{in_place} to {limit} (slots {slots}, tokens {progress.num_tokens})",
         )
-    _check_num_hashes(
+    check_num_hashes(
         instance, who, len(request.hashes) + len(progress.new_hashes), progress.num_tokens
     )
     if request.content is not None:
         num_told = len(request.content.tokens) + len(progress.new_tokens)
-        _check_num_told(who, num_told, progress.num_tokens)
+        check_num_told(who, num_told, progress.num_tokens)
 
 
 def _check_admission(instance: Instance, ask: AdmitAsk) -> None:
@@ -132,9 +132,9 @@ def _check_admission(instance: Instance, ask: AdmitAsk) -> None:
             given=ask.ahead_tokens,
             allowed=f"0 to num_tokens = {ask.num_tokens}",
         )
-    _check_num_hashes(instance, f"request {ask.request_id}", len(ask.hashes), ask.num_tokens)
+    check_num_hashes(instance, f"request {ask.request_id}", len(ask.hashes), ask.num_tokens)
     if ask.content is not None:
-        _check_num_told(f"request {ask.request_id}", len(ask.content.tokens), ask.num_tokens)
+        check_num_told(f"request {ask.request_id}", len(ask.content.tokens), ask.num_tokens)
     _check_target(instance, ask.request_id, ask.target_tokens)
     needed = instance.manager.max_blocks_held(ask.target_tokens)
     if needed > instance.num_usable_blocks:
@@ -144,7 +144,13 @@ def _check_admission(instance: Instance, ask: AdmitAsk) -> None:
         )
 
 
-def _check_num_hashes(instance: Instance, who: str, num_hashes: int, num_tokens: int) -> None:
+def check_num_hashes(instance: Instance, who: str, num_hashes: int, num_tokens: int) -> None:
+    """Refuse anything but one hash per full hash block of so many tokens.
+
+    Raises:
+        BadInputError: naming both numbers.
+
+    """
     allowed = num_tokens // instance.hash_block_tokens
     if num_hashes != allowed:
         raise BadInputError(
@@ -154,7 +160,13 @@ def _check_num_hashes(instance: Instance, who: str, num_hashes: int, num_tokens:
         )
 
 
-def _check_num_told(who: str, num_told: int, num_tokens: int) -> None:
+def check_num_told(who: str, num_told: int, num_tokens: int) -> None:
+    """Refuse a content that does not hold every token.
+
+    Raises:
+        BadInputError: naming both numbers.
+
+    """
     if num_told != num_tokens:
         raise BadInputError(f"{who}: every token must be told", given=num_told, allowed=num_tokens)
 

@@ -64,8 +64,11 @@ class TokenAccounts:
         counters.remote_hit += stay.advance(min(ahead_tokens, hit_tokens))
         counters.local_hit += stay.advance(hit_tokens)
 
-    def loads_ahead(self, request_id: RequestId) -> None:
-        """Open the account of a request that only loads; its tokens count when it is admitted."""
+    def uncounted(self, request_id: RequestId) -> None:
+        """Open the account of a request that is not admitted now.
+
+        It loads ahead, and counts when it is admitted; or it was admitted before a restart.
+        """
         self._stays[request_id] = _Stay(self._first, asked=0, in_place=0)
 
     def loaded(self, request_id: RequestId, num_tokens: int) -> None:

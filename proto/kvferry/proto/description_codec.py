@@ -61,6 +61,7 @@ def _instance_to_pb(status: InstanceStatus) -> pb.Instance:
         num_requests=status.num_requests,
         stats=stats_to_pb(status.stats),
         held=held_to_pb(status.held),
+        returning=status.returning,
         kv_events=None if status.kv_events is None else _place_to_pb(status.kv_events),
     )
 
@@ -90,6 +91,7 @@ def _instance_from_pb(message: pb.Instance) -> InstanceStatus:
         num_requests=message.num_requests,
         stats=stats_from_pb(message.stats),
         held=held_from_pb(message.held),
+        returning=message.returning,
         kv_events=_place_from_pb(message.kv_events) if message.HasField("kv_events") else None,
     )
 

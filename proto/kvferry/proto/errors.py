@@ -16,9 +16,11 @@
     │       ├── SchemeMismatchError     hash algorithm, NONE_HASH, key format or hash block
     │       └── IdentityMismatchError   model, weights, dtype, heads, groups ...
     ├── StaleError                  a message from an earlier life of its sender or receiver
+    │   └── NotRegisteredError      the coordinator does not know the sender, which must come back
     ├── NotFoundError               an instance, request, lease or reservation that is not known
     ├── UnavailableError            a peer that does not answer; may work later or elsewhere
-    │   └── InstanceDiedError       an instance's process is gone; names the instance
+    │   ├── InstanceDiedError       an instance's process is gone; names the instance
+    │   └── RestoringError          an instance has come back and not yet told all that it holds
     ├── BusyError                   over an admission limit; try again later
     ├── DeadlineError               a wait ended without an answer
     ├── TransferError               bytes that did not arrive whole and right
@@ -156,6 +158,10 @@ class StaleError(KvferryError):
     grpc_status = "ABORTED"
 
 
+class NotRegisteredError(StaleError):
+    """The sender is no member in this life of the coordinator: it has to come back."""
+
+
 class NotFoundError(KvferryError, LookupError):
     """An instance, request, lease or reservation that is not known (or no longer)."""
 
@@ -171,6 +177,10 @@ class UnavailableError(KvferryError):
 
 class InstanceDiedError(UnavailableError):
     """The process of an instance is gone; `given` names the instance."""
+
+
+class RestoringError(UnavailableError):
+    """An instance has come back and not yet told all that it holds; `given` names it."""
 
 
 class BusyError(KvferryError):

@@ -27,6 +27,7 @@ from kvferry.proto.ids import (
 )
 from kvferry.proto.instance_stats import Held, InstanceStats
 from kvferry.proto.layout import Layout
+from kvferry.proto.restore_messages import RestoreBlocks, RestoreRequests
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import Source, Step, StepReply
 
@@ -72,10 +73,16 @@ class InstanceInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisterInstance:
-    """Join the service. An identical repeat is accepted; another living process is refused."""
+    """Join the service. An identical repeat is accepted; another living process is refused.
+
+    With `returning` the instance holds blocks already, and is going to tell of them
+    (`restore_messages`). Until it has told everything its steps and reservations are refused with
+    `RestoringError`; what it has told so far can be found. Whatever was known of it is forgotten.
+    """
 
     call_id: str
     info: InstanceInfo
+    returning: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +90,13 @@ class Registered:
     """The service as the new member must know it.
 
     `wants_content`: KV events are on, so admissions and progress are to tell the tokens.
+    `num_resets`: how often the identity of a store was ever reset. What it holds from before the
+    last time it must drop, and not tell of.
     """
 
     epoch: Epoch
     wants_content: bool = False
+    num_resets: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,8 +210,8 @@ class Reserve:
 class Reserved:
     """Destination blocks, owned by the reservation until `EndReservation`.
 
-    `num_resets`: how often the instance has been reset in this life of the coordinator. What its
-    workers wrote under a smaller number is to be forgotten.
+    `num_resets`: how often the identity of a store was ever reset. What its workers wrote under a
+    smaller number is to be forgotten.
     """
 
     reservation_id: LeaseId
@@ -281,6 +291,7 @@ class InstanceStatus:
     """One instance as the coordinator sees it now; counts in blocks, null block not counted.
 
     `kv_events` is None where there are none, or where they are sent to a reader that listens.
+    One that is `returning` has not told all that it holds.
     """
 
     info: InstanceInfo
@@ -290,6 +301,7 @@ class InstanceStatus:
     num_requests: int
     stats: InstanceStats
     held: Held
+    returning: bool = False
     kv_events: KvEventsPlace | None = None
 
 
@@ -310,7 +322,10 @@ class Tick:
     """Time passes: leases and handoffs past their deadline end."""
 
 
-InstanceCommand = RegisterInstance | RemoveInstance | Step | Reserve | EndReservation
+MemberCommand = Step | Reserve | EndReservation | RestoreBlocks | RestoreRequests
+"""What only a registered instance says, in the lives that it names."""
+
+InstanceCommand = RegisterInstance | RemoveInstance | MemberCommand
 ClientCommand = Describe | Locate | AcquireLease | RenewLease | ReleaseLease | ResetIdentity
 Command = InstanceCommand | ClientCommand | OpenHandoff | CloseHandoff | Tick
 Reply = Registered | Done | StepReply | Located | Leased | Reserved | Forgotten | Description

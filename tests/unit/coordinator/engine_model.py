@@ -117,6 +117,12 @@ class EngineModel:
                 self.running[request_id] = Running(ask, computed, tried=load.tried)
         return tuple(results)
 
+    def come_back(self) -> None:
+        """Go on without a coordinator that knew of anything but what runs: the rest waits again."""
+        ended = [load.ask for load in self.loading.values() if not (load.aborted or load.ahead)]
+        self.waiting = [*ended, *self.waiting, *self.following.values()]
+        self.loading, self.following, self.not_told = {}, {}, []
+
     def _write(self, grow: bool) -> tuple[Progress, ...]:
         progress = []
         for request_id, running in self.running.items():

@@ -35,6 +35,7 @@ from kvferry.proto.messages import (
     Locate,
     Located,
     OpenHandoff,
+    Registered,
     RegisterInstance,
     RemoveInstance,
     Reply,
@@ -161,12 +162,22 @@ class Fleet:
         self, *, identity: Identity = IDENTITY, check_invariants: bool = True, **settings: Any
     ) -> None:
         self.identity = identity
-        self.service = CoordinatorService(
-            scheme=SCHEME, epoch=Epoch(1), check_invariants=check_invariants, **settings
-        )
+        self._settings = {"check_invariants": check_invariants, **settings}
+        self.service = CoordinatorService(scheme=SCHEME, epoch=Epoch(1), **self._settings)
         self.now = 0.0
         self.effects: list[Effect] = []
         self._calls = count(1)
+
+    def restart(self) -> CoordinatorService:
+        """Let the coordinator lose everything but its epoch and resets; return what it was."""
+        before = self.service
+        self.service = CoordinatorService(
+            scheme=SCHEME,
+            epoch=Epoch(before.epoch + 1),
+            resets=before.resets(),
+            **self._settings,
+        )
+        return before
 
     def call_id(self) -> str:
         return f"call-{next(self._calls)}"
@@ -182,8 +193,11 @@ class Fleet:
         return reply
 
     def register(self, name: str, num_blocks: int = 10, **changes: Any) -> None:
-        made = info(name, num_blocks, **{"identity": self.identity, **changes})
-        self.send(RegisterInstance(call_id=self.call_id(), info=made))
+        self.enter(info(name, num_blocks, **{"identity": self.identity, **changes}))
+
+    def enter(self, made: InstanceInfo, *, returning: bool = False) -> Registered:
+        command = RegisterInstance(call_id=self.call_id(), info=made, returning=returning)
+        return self.ask(command, Registered)
 
     def remove(self, name: str, incarnation: int = 1) -> bool:
         command = RemoveInstance(
@@ -198,7 +212,7 @@ class Fleet:
         known = self.service.state.instances.get(InstanceId(name))
         return Step(
             call_id=self.call_id(),
-            epoch=Epoch(1),
+            epoch=self.service.epoch,
             instance_id=InstanceId(name),
             incarnation=known.info.incarnation if known else Incarnation(1),
             token_budget=token_budget,
@@ -247,7 +261,7 @@ class Fleet:
     def reserve(self, name: str, text: str, group: int = 0) -> Reserved:
         command = Reserve(
             call_id=self.call_id(),
-            epoch=Epoch(1),
+            epoch=self.service.epoch,
             instance_id=InstanceId(name),
             incarnation=Incarnation(1),
             hashes=chain(text),
@@ -258,7 +272,7 @@ class Fleet:
     def end_reservation(self, name: str, reservation_id: LeaseId, num_written: int) -> bool:
         command = EndReservation(
             call_id=self.call_id(),
-            epoch=Epoch(1),
+            epoch=self.service.epoch,
             instance_id=InstanceId(name),
             incarnation=Incarnation(1),
             reservation_id=reservation_id,

@@ -67,6 +67,18 @@ def test_a_returned_block_can_be_removed_and_returned_again() -> None:
     assert queue.take(3) == [0, 2, 1]
 
 
+def test_blocks_can_be_picked_out_of_those_that_were_not_put_to_the_back() -> None:
+    queue = Queue(1, 7)
+    queue.take(2)
+    queue.prepend(ids(2, 1))
+    queue.pick(ids(4, 1, 6))
+    assert (list(queue), len(queue)) == ([2, 3, 5], 3)
+    queue.put_back(ids(4))
+    queue.prepend(ids(6))
+    assert queue.take(3) == [6, 2, 3]
+    assert queue.take(2) == [5, 4]
+
+
 def test_a_removed_block_that_returns_to_the_front_leaves_nothing_at_the_back() -> None:
     queue = Queue(0, 3)
     queue.put_back(queue.take(3))
@@ -109,7 +121,9 @@ def test_entries_that_removed_blocks_leave_behind_do_not_pile_up(length: int) ->
 @settings(deadline=None, max_examples=100)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["take", "append", "prepend", "remove"]), st.integers(0, 39)),
+        st.tuples(
+            st.sampled_from(["take", "append", "prepend", "remove", "pick"]), st.integers(0, 39)
+        ),
         max_size=120,
     )
 )
@@ -130,6 +144,10 @@ def test_the_queue_does_what_a_list_does(operations: list[tuple[str, int]]) -> N
         elif operation == "prepend":
             queue.prepend(absent[:number])
             model[:0] = absent[:number]
+        elif operation == "pick":
+            picked = [block for block in model if block not in returned][:: number // 8 + 1]
+            queue.pick(picked)
+            model = [block for block in model if block not in picked]
         elif BlockId(number) in returned:
             queue.take_out(BlockId(number))
             model.remove(BlockId(number))

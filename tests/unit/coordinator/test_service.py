@@ -25,6 +25,7 @@ from kvferry.proto.errors import (
     MismatchError,
     NeverFitsError,
     NotFoundError,
+    NotRegisteredError,
     SchemeMismatchError,
     StaleError,
 )
@@ -120,7 +121,7 @@ def test_a_layout_that_vllm_would_not_start_is_refused_with_the_rule() -> None:
 def test_removing_an_instance_twice_changes_nothing_the_second_time(fleet: Fleet) -> None:
     assert fleet.remove("a")
     assert not fleet.remove("a")
-    with pytest.raises(NotFoundError, match=r"given: a; allowed: \['b'\]"):
+    with pytest.raises(NotRegisteredError, match=r"given: a; allowed: \['b'\]"):
         fleet.step("a")
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.unit.coordinator.engine_model import Behaviour, EngineModel
 from tests.unit.coordinator.fleet import BLOCK_TOKENS, HYBRID, IDENTITY, Fleet, admit, chain
+from tests.unit.coordinator.returning import come_back, require_same
 from tests.unit.coordinator.told import Told
 
 from kvferry.coordinator.request_state import RequestState
@@ -132,6 +133,21 @@ class ServiceMachine(RuleBasedStateMachine):
             assert not self.fleet.end_reservation(STORE, reserved.reservation_id, num_blocks)
         manager = self.fleet.service.state.instances[InstanceId(STORE)].manager
         assert manager.pool.num_cached_blocks == 0
+
+    @rule(order=st.permutations([*NAMES, STORE]), lease=st.booleans())
+    def the_coordinator_restarts(self, order: list[str], lease: bool) -> None:
+        before = self.fleet.restart()
+        self.reservations.clear()
+        for engine in self.engines.values():
+            engine.come_back()
+        for name in order:
+            for command in come_back(self.fleet, before, name):
+                self.fleet.send(command)
+                # Others may use what has been told so far.
+                leased = self.fleet.lease("xyzw", 3.0)
+                if lease and leased.lease_id is not None:
+                    self.lease_ids.append(leased.lease_id)
+            require_same(before, self.fleet.service, name)
 
     @rule(prefill=names, decode=names, number=st.integers(0, 3), close=st.booleans())
     def hand_over(self, prefill: str, decode: str, number: int, close: bool) -> None:

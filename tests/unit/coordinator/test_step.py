@@ -22,6 +22,7 @@ from kvferry.proto.errors import (
     BadInputError,
     NeverFitsError,
     NotFoundError,
+    NotRegisteredError,
     PromptTooLongError,
     StaleError,
 )
@@ -287,7 +288,7 @@ def test_a_step_of_another_life_is_refused(fleet: Fleet) -> None:
 
 
 def test_a_step_of_an_unknown_instance_is_refused(fleet: Fleet) -> None:
-    with pytest.raises(NotFoundError, match="given: zz"):
+    with pytest.raises(NotRegisteredError, match="given: zz"):
         fleet.step("zz")
 
 

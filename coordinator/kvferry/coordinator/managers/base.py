@@ -110,6 +110,10 @@ class GroupManager(ABC):
         """Return how many tokens, from the first, no later token attends to."""
         return 0
 
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        """Return how many blocks, from the first, no later token attends to."""
+        return max(self.skipped_tokens(num_computed_tokens), 0) // self.block_tokens
+
     def max_blocks_held(self, num_tokens: int) -> int:
         """Return the most blocks of this group that a request of so many tokens holds at once."""
         whole = -(-num_tokens // self.block_tokens)
@@ -157,6 +161,31 @@ class GroupManager(ABC):
         self._tables[ask.request_id] = table
         self._num_cached[ask.request_id] = len(table)
 
+    def restore(
+        self,
+        request: RequestState,
+        table: Sequence[BlockId],
+        num_cacheable: int,
+        resume_at: tuple[int, ...],
+    ) -> None:
+        """Start the table of a request that computes already, referencing its blocks.
+
+        What it no longer attends to is left out. Those full blocks of its first `num_cacheable`
+        tokens become findable that are not yet; `resume_at` as in `cache_blocks`.
+        """
+        skipped = self.num_skipped_blocks(request.num_computed_tokens)
+        kept = [*[NULL_BLOCK] * skipped, *table[skipped:]]
+        self.pool.claim(kept[skipped:])
+        num_full = num_cacheable // self.block_tokens
+        self._tables[request.request_id] = kept
+        self._num_cached[request.request_id] = num_full
+        positions = self._findable_positions(request, kept, (0, num_full), resume_at)
+        if positions is None:
+            positions = list(range(num_full))
+        missing = [i for i in positions if self.pool.key_of(kept[i]) is None]
+        if missing:
+            self._make_findable(request, missing[0], missing[-1] + 1, missing)
+
     def extend_for_external(self, ask: SlotAsk) -> None:
         """Grow a table to slots for tokens that are loaded, as far as they are attended to.
 
@@ -193,17 +222,7 @@ class GroupManager(ABC):
             return
         table = self._tables.get(request.request_id, [])
         positions = self._findable_positions(request, table, (num_cached, num_full), resume_at)
-        self.pool.cache_full_blocks(
-            self._view(request.hashes),
-            table,
-            num_cached,
-            num_full,
-            self.group_id,
-            positions=positions,
-            block_tokens=self.block_tokens,
-            origin=self.origin,
-            content=self._describe(request, num_cached, num_full, positions),
-        )
+        self._make_findable(request, num_cached, num_full, positions)
         self._num_cached[request.request_id] = num_full
 
     def remove_skipped(self, request_id: RequestId, num_computed_tokens: int) -> None:
@@ -265,6 +284,22 @@ class GroupManager(ABC):
         return []
 
     # --- for the kinds -----------------------------------------------------------------------
+
+    def _make_findable(
+        self, request: RequestState, start: int, end: int, positions: Sequence[int] | None
+    ) -> None:
+        """Make blocks `[start, end)` of a request's table findable, None: at all positions."""
+        self.pool.cache_full_blocks(
+            self._view(request.hashes),
+            self._tables.get(request.request_id, []),
+            start,
+            end,
+            self.group_id,
+            positions=positions,
+            block_tokens=self.block_tokens,
+            origin=self.origin,
+            content=self._describe(request, start, end, positions),
+        )
 
     def _view(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
         return view_at(hashes, self._ratio, self._view_format)

@@ -247,6 +247,7 @@ class Instance(google.protobuf.message.Message):
     KV_EVENTS_FIELD_NUMBER: builtins.int
     RANK_METRICS_FIELD_NUMBER: builtins.int
     HELD_FIELD_NUMBER: builtins.int
+    RETURNING_FIELD_NUMBER: builtins.int
     role: builtins.str
     """"prefill", "decode" or "store"."""
     identity_cbor: builtins.bytes
@@ -263,6 +264,8 @@ class Instance(google.protobuf.message.Message):
     num_free_blocks: builtins.int
     num_cached_blocks: builtins.int
     num_requests: builtins.int
+    returning: builtins.bool
+    """It has come back to a coordinator that was restarted, and not yet told all that it holds."""
     @property
     def source(self) -> Global___Source: ...
     @property
@@ -309,9 +312,10 @@ class Instance(google.protobuf.message.Message):
         kv_events: Global___KvEvents | None = ...,
         rank_metrics: collections.abc.Iterable[builtins.str] | None = ...,
         held: Global___Held | None = ...,
+        returning: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["held", b"held", "kv_events", b"kv_events", "scheme", b"scheme", "source", b"source", "stats", b"stats"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["held", b"held", "identity_cbor", b"identity_cbor", "kv_events", b"kv_events", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_metrics", b"rank_metrics", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "stats", b"stats", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["held", b"held", "identity_cbor", b"identity_cbor", "kv_events", b"kv_events", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_metrics", b"rank_metrics", "rank_pids", b"rank_pids", "returning", b"returning", "role", b"role", "scheme", b"scheme", "source", b"source", "stats", b"stats", "version", b"version"]) -> None: ...
 
 Global___Instance: typing_extensions.TypeAlias = Instance
 
