@@ -42,7 +42,6 @@ from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Place, plan_frames
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.reservations import Reservation
-from kvferry.worker.residency import NO_FENCE, Fence
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_wire import StoreAsk, make_store_ask
 
@@ -54,11 +53,13 @@ class FakeReserver:
     def __init__(self, block_ids: Sequence[int | None]) -> None:
         self._block_ids = block_ids
         self.ended: list[tuple[LeaseId, int]] = []
-        self.fence = NO_FENCE
+        self.num_resets = 0
 
     def reserve(self, group_id: GroupId, hashes: Sequence[BlockHash]) -> Reservation:
         block_ids = [None if i is None else BlockId(i) for i in self._block_ids]
-        return Reservation(reservation_id=LeaseId("r1"), block_ids=block_ids, fence=self.fence)
+        return Reservation(
+            reservation_id=LeaseId("r1"), block_ids=block_ids, num_resets=self.num_resets
+        )
 
     def end(self, reservation_id: LeaseId, num_written: int) -> None:
         self.ended.append((reservation_id, num_written))
@@ -269,7 +270,7 @@ def test_reservations_are_asked_of_the_coordinator_in_the_instances_life() -> No
     assert reserver.reserve(GroupId(2), HASHES) == Reservation(
         reservation_id=LeaseId("r9"),
         block_ids=(BlockId(1), BlockId(2), BlockId(3)),
-        fence=Fence(3, 5),
+        num_resets=5,
     )
     reserver.end(LeaseId("r9"), 2)
     life = {"epoch": 3, "instance_id": "store-0", "incarnation": 7}
@@ -298,11 +299,11 @@ def test_after_a_reset_only_what_is_written_for_it_is_resident() -> None:
     def reset_meanwhile() -> Iterator[StoreAsk | Frame]:
         yield from islice(old, 2)
         service.reserver = after = FakeReserver([4, None, None])
-        after.fence = Fence(1, 1)
+        after.num_resets = 3
         assert service.accept_store(iter(parts(service))) == 3
         yield from old
 
-    before.fence = Fence(1, 0)
+    before.num_resets = 2
     assert service.accept_store(reset_meanwhile()) == 3
     assert resident_blocks(service) == 1
     found = service.residency.find(pack_group(HASHES[0], FIRST_GROUP))

@@ -9,7 +9,6 @@ from kvferry.proto.errors import InvariantError, KvferryError, StaleError
 from kvferry.proto.ids import BlockHash, Epoch, GroupId, Incarnation, InstanceId, LeaseId
 from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved, expect
 from kvferry.worker.reservations import Reservation
-from kvferry.worker.residency import Fence
 
 END_ATTEMPTS = 4
 END_PAUSE_S = 0.5
@@ -47,7 +46,7 @@ class CoordinatorReserver:
         return Reservation(
             reservation_id=reserved.reservation_id,
             block_ids=reserved.block_ids,
-            fence=Fence(self._epoch, reserved.num_resets),
+            num_resets=reserved.num_resets,
         )
 
     def end(self, reservation_id: LeaseId, num_written: int) -> None:
