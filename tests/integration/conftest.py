@@ -20,9 +20,10 @@ from kvferry.cluster.serving.rank_actor import RankActor
 from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
 from kvferry.cluster.serving.router import Router, RouterSettings
 from kvferry.coordinator.actor import CoordinatorActor
+from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.proto.errors import DeadlineError, InstanceDiedError, UnavailableError
 from kvferry.proto.hashing import make_scheme
-from kvferry.proto.ids import Epoch, InstanceId, RequestId
+from kvferry.proto.ids import InstanceId, RequestId
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import Command, InstanceInfo, Reply, Role
 from kvferry.proto.step_messages import Step
@@ -210,7 +211,7 @@ def running_service(model: Path) -> Iterator[Service]:
     """A service with no instance yet; invariants are checked at every call."""
     coordinator = CoordinatorActor(
         scheme=make_scheme(seed="0", hash_block_tokens=BLOCK_TOKENS),
-        epoch=Epoch(1),
+        registry=ProcessRegistry(),
         check_invariants=True,
     )
     coordinator.start()

@@ -26,17 +26,19 @@ from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.cluster.ray_handles import get
 from kvferry.cluster.ray_launcher import RayService
 from kvferry.cluster.ray_ranks import spawn_rank
+from kvferry.cluster.ray_record import RayRecord
+from kvferry.cluster.record import LIFE
 from kvferry.cluster.serving.rank_actor import RankActor
 from kvferry.cluster.serving.requests import EngineRequest
 from kvferry.cluster.serving.router import Router, RouterSettings, Served
 from kvferry.proto.errors import (
     ConfigError,
     IdentityMismatchError,
-    InstanceDiedError,
     MismatchError,
     ModelError,
     ResourcesError,
     SchemeMismatchError,
+    UnavailableError,
 )
 from kvferry.proto.hashing import make_scheme
 from kvferry.proto.identity import Identity
@@ -358,30 +360,39 @@ def test_b56_two_services_do_not_meet_and_one_may_close_and_start_again_at_once(
 # -- deaths ---------------------------------------------------------------------------------------
 
 
-def test_a_request_in_flight_ends_with_an_error_when_the_coordinator_is_killed(
+def test_a_coordinator_that_is_killed_comes_back_at_its_addresses_in_its_next_life(
     service: RayService,
 ) -> None:
     """The last test that uses the service."""
     assert service._coordinator is not None
     ask: Any = service._coordinator.__ray_call__.remote(lambda _: os.getpid())
     pid: int = get(ask, timeout_s=10, who="the coordinator")
+    epoch = describe(service).epoch
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(UnavailableError, match="the coordinator is gone"):
+        asyncio.run(service.coordinator.call(Describe(), timeout_s=10))
+    while (now := epoch_of(service)) is None:
+        assert time.monotonic() - killed < 20
+        time.sleep(0.05)
+    assert now == epoch + 1
+    shown = re.search(r"^kvferry_coordinator_epoch (.*)", scrape(service.metrics_address), re.M)
+    assert shown is not None
+    assert float(shown.group(1)) == now
+    described = asyncio.run(service.coordinator.call(Describe(), timeout_s=10))
+    assert isinstance(described, Description)
+    assert described.epoch == now
 
-    async def cut_off() -> float:
-        async with routing(service) as router:
-            killed = 0.0
-            try:
-                async for event in router.stream(request("cut off", 5000)):
-                    assert not isinstance(event, Served), "it ended before the coordinator did"
-                    if not killed:
-                        os.kill(pid, signal.SIGKILL)
-                        killed = time.monotonic()
-            finally:
-                assert time.monotonic() - killed < 30
-        return killed
-
-    with pytest.raises(InstanceDiedError, match="the coordinator"):
-        asyncio.run(cut_off())
     closing = time.monotonic()
     service.close()
     assert time.monotonic() - closing < 5
     wait_until_held(([], 0, {"CPU": 5.0}), timeout_s=10)
+    assert RayRecord(service._service_id).read(LIFE) == {}
+
+
+def epoch_of(service: RayService) -> int | None:
+    """What its front says, as soon as there is one."""
+    try:
+        return describe(service).epoch
+    except UnavailableError:
+        return None

@@ -23,6 +23,7 @@ from kvferry.cluster.serving.limits import Limits
 from kvferry.cluster.serving.requests import EngineRequest, Finished, OutputBatch
 from kvferry.cluster.serving.router import Router, RouterSettings
 from kvferry.coordinator.actor import CoordinatorActor
+from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.proto.group_specs import specs_of
 from kvferry.proto.hashing import hash_tokens
 from kvferry.proto.ids import Epoch, Incarnation, InstanceId, RequestId
@@ -130,7 +131,7 @@ class TokenService:
         self.paths = paths
         self.coordinator = CoordinatorActor(
             scheme=SCHEME,
-            epoch=Epoch(1),
+            registry=ProcessRegistry(),
             check_invariants=True,
             tick_interval_s=0.05,
             **settings,

@@ -17,6 +17,7 @@ from kvferry.cluster.control_client import ControlClient
 from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.cluster.engine_info import AttachedEngine, EngineInfo
 from kvferry.cluster.engine_roll import EngineRoll
+from kvferry.cluster.moving_address import FindAddress, MovingAddress
 from kvferry.cluster.node_config import NodeConfig
 from kvferry.cluster.node_server import NodeServer
 from kvferry.proto.bind import reachable_address
@@ -61,12 +62,20 @@ class _Store:
 
 
 class StoreNode:
-    """Construct, `start`; then it serves until `stop`. Thread-safe."""
+    """Construct, `start`; then it serves until `stop`. Thread-safe.
+
+    Args:
+        config: what it is made of.
+        find_coordinator: tells where the coordinator's front is; None: where the config says.
+    """
 
     # A Ray actor whose constructor fails is hard to tell from one that died: nothing happens here.
-    def __init__(self, config: NodeConfig) -> None:
+    def __init__(self, config: NodeConfig, find_coordinator: FindAddress | None = None) -> None:
         self._config = config
-        self._coordinator = CoordinatorClient(config.coordinator, config.credentials)
+        self._find_coordinator = find_coordinator
+        self._coordinator = CoordinatorClient(
+            config.coordinator, config.credentials, find_coordinator
+        )
         # Held while a store is made: engines of one identity that start at once get one store.
         self._lock = threading.Lock()
         self._stores: dict[Identity, _Store] = {}
@@ -90,7 +99,8 @@ class StoreNode:
             if self._is_ours(status.info.instance_id):
                 self._remove(status.info, "its node has started anew", CALL_TIMEOUT_S)
         with self._lock:
-            self._front = NodeServer(self, config)
+            place = MovingAddress(config.coordinator, self._find_coordinator)
+            self._front = NodeServer(self, config, place)
             self._scheme = description.scheme
         return self.front_address()
 
@@ -245,7 +255,9 @@ class StoreNode:
     def _describe(self) -> Description:
         config = self._config
         with contextlib.closing(
-            ControlClient(config.coordinator, CALL_TIMEOUT_S, config.credentials)
+            ControlClient(
+                config.coordinator, CALL_TIMEOUT_S, config.credentials, self._find_coordinator
+            )
         ) as client:
             return client.ask(Describe(), Description)
 
