@@ -71,7 +71,7 @@ class RecordRegistry:
 
     def save(self, memory: Memory) -> None:
         """See `Registry.save`. Of two lives at once that save at once, either may be refused."""
-        require_last(memory, Epoch(self._record.read(LIFE)["epoch"]))
+        require_last(memory, Epoch(self._record.read(LIFE).get("epoch", 0)))
         self._write(memory)
 
     def _write(self, memory: Memory) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from kvferry.cluster.moving_address import MovingAddress
+from kvferry.cluster.ray_record import find_front
 from kvferry.cluster.record import ProcessRecord, RecordRegistry
 from kvferry.coordinator.registry import Memory
 from kvferry.proto.errors import StaleError, UnavailableError
@@ -30,6 +31,11 @@ def test_a_life_that_is_over_saves_nothing() -> None:
         registry.save(Memory(epoch=old.epoch, resets={b"x": 1}))
     assert (refused.value.given, refused.value.allowed) == (7, 8)
     assert registry.begin().resets == {}
+
+
+def test_a_process_outside_ray_is_told_that_it_cannot_look_anything_up() -> None:
+    with pytest.raises(UnavailableError, match="not connected to a Ray cluster"):
+        find_front("a service")()
 
 
 def test_an_address_is_looked_up_again_once_for_all_who_find_nobody_together() -> None:

@@ -129,6 +129,11 @@ class Residency:
         with self._lock:
             return self._generations.still_holds(resident)
 
+    def inventory(self) -> tuple[list[BlockId], list[GroupedHash]]:
+        """Return the blocks that hold a hash, in the order written, and the hash of each."""
+        with self._lock:
+            return list(self._hash_of_block), list(self._hash_of_block.values())
+
     def num_blocks(self) -> int:
         """Return how many blocks hold a hash now."""
         with self._lock:
