@@ -42,6 +42,7 @@ SHELLS = {
     ),
     "cluster": (
         "kvferry.cluster.bench.intertoken*",
+        "kvferry.cluster.sim.*",
         "kvferry.cluster.bench.move_rows",
         "kvferry.cluster.bench.reshard",
         "kvferry.cluster.bench.transfer*",

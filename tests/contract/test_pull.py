@@ -12,6 +12,10 @@ from tests.builders import make_identity
 from tests.pulling import pull_blocks
 from tests.tampering import TamperingService, corrupted, make_frame
 
+from kvferry.cluster.sim.blocking import simulated
+from kvferry.cluster.sim.fetching import FetchClient, Served
+from kvferry.cluster.sim.network import Network
+from kvferry.cluster.sim.world import Process, World
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, Incarnation
 from kvferry.proto.layout import Layout
@@ -22,7 +26,7 @@ from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Header, Place, Segment, places_of
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.paths import Path
-from kvferry.worker.pull import BlockRun, receive
+from kvferry.worker.pull import BlockRun, PullOutcome, receive
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import FetchAsk, make_fetch_ask
@@ -146,7 +150,37 @@ def real(held: list[BlockHash], tamper: Tamper, *, paths: Sequence[Path] = ()) -
         source.stop()
 
 
-@pytest.fixture(params=[fake, real, partial(real, paths=["bulk"])], ids=["fake", "grpc", "bulk"])
+@contextmanager
+def simulated_network(held: list[BlockHash], tamper: Tamper) -> Iterator[Pull]:
+    """What the simulator has in the place of gRPC."""
+    world = World(seed=1)
+    network = Network(world)
+    memory = new_memory()
+    source = TamperingService(incarnation=Incarnation(1), memory=memory)
+    source.tamper = lambda _, messages: tamper(messages)
+    for block_id, block_hash in enumerate(held, start=1):
+        scatter(memory.groups[0], [Place(BlockId(block_id), 0, 2)], block_content(block_hash))
+        source.written(FIRST_GROUP, [(block_hash, BlockId(block_id))])
+    served = {"source": Served(Process("source"), source)}
+    fetcher = FetchClient(network, served, frame_bytes=1 << 20, shared=0.0)
+    outcomes: list[PullOutcome] = []
+
+    def run(destination: KvMemory) -> tuple[int, str | None]:
+        client = WorkerService(incarnation=Incarnation(2), memory=destination, fetcher=fetcher)
+        run = BlockRun(group_id=FIRST_GROUP, hashes=HASHES, block_ids=DESTINATIONS)
+        world.spawn(lambda: outcomes.append(pull_blocks(client, "source", [run], lease_id="")))
+        with simulated(world):
+            world.run()
+        (outcome,) = outcomes
+        return outcome.num_blocks_of_run[0], outcome.error_type
+
+    yield Pull(run)
+
+
+@pytest.fixture(
+    params=[fake, real, partial(real, paths=["bulk"]), simulated_network],
+    ids=["fake", "grpc", "bulk", "simulated"],
+)
 def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Source:
     monkeypatch.setattr(bulk_server, "MIN_BULK_BYTES", 1)
     chosen: Source = request.param

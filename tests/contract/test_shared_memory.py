@@ -33,6 +33,7 @@ from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.peer_memory import attach
 from kvferry.worker.pull import BlockRun, PullOutcome
 from kvferry.worker.service import WorkerService
+from kvferry.worker.transfer_client import TransferClient
 
 pytestmark = needs_arenas
 
@@ -237,7 +238,8 @@ def test_a_mapping_outlives_a_killed_owner_and_nothing_named_is_left(tmp_path: F
         taker = new_worker(50, **SIZES, paths=["shm"])
         try:
             assert pull(taker, address).num_blocks_of_run == (8,)
-            (memory,) = [one.memory for one in taker._client._memories._attached.values()]
+            assert isinstance(taker._fetcher, TransferClient)
+            (memory,) = [one.memory for one in taker._fetcher._memories._attached.values()]
             before = np.array(memory.groups[0].sides[0][0])
             doomed.process.kill()
             doomed.process.wait()

@@ -144,8 +144,8 @@ class Front:
         self.store = new_worker(1, **SIZES)
         self.reserving = Reserving()
         self.store.reserver = self.reserving
-        self.store._client.close()
-        self.store._client = ClientOfOne(self.source)
+        self.store._fetcher.close()
+        self.store._fetcher = ClientOfOne(self.source)
         self._fetching = _Handlers(self.source, None, MAX_TRANSFERS, 60.0)
         self._storing = _Handlers(self.store, None, MAX_TRANSFERS, 60.0)
         self._asks = [fetch_ask_to_proto(ask) for ask in fetch_asks(self.source)]

@@ -3,11 +3,15 @@
 import threading
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvferry.proto.errors import DeadlineError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import Incarnation, LeaseId
 from kvferry.proto.layout import Layout
+from kvferry.worker.destination import Destination
+from kvferry.worker.transfer_session import PullSession
+from kvferry.worker.transfer_wire import FetchAsk
 
 
 class CancelledPullError(Exception):
@@ -53,3 +57,20 @@ class FetchTerms:
         """Raise CancelledPullError if the caller has given the pull up."""
         if self.cancel.is_set():
             raise CancelledPullError
+
+
+class Fetcher(Protocol):
+    """What a pull needs: `TransferClient`, or what stands for it in the simulator."""
+
+    def fetch(
+        self,
+        peer: Peer,
+        ask: FetchAsk,
+        destination: Destination,
+        session: PullSession,
+        terms: FetchTerms,
+    ) -> None:
+        """As `TransferClient.fetch`."""
+
+    def close(self) -> None:
+        """End what is open; fetches under way end with UnavailableError."""

@@ -13,7 +13,7 @@ from kvferry.proto.placement import shape_of
 from kvferry.proto.reshard import Transfer, plan_reshard
 from kvferry.proto.step_messages import Source
 from kvferry.worker.busy_source import PAUSES, Pauses, until_not_busy
-from kvferry.worker.fetch_terms import FetchTerms, Peer
+from kvferry.worker.fetch_terms import Fetcher, FetchTerms, Peer
 from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.part_pull import pull_blocks, pull_part
@@ -25,11 +25,10 @@ from kvferry.worker.pull import (
     require_destinations,
 )
 from kvferry.worker.reshard_io import destination_cells
-from kvferry.worker.transfer_client import TransferClient
 
 
 def pull_loads(
-    client: TransferClient,
+    client: Fetcher,
     memory: KvMemory,
     source: Source,
     loads: Sequence[GroupLoad],
@@ -67,7 +66,7 @@ def pull_loads(
 class _Pulling:
     """Pulls one load after the other, until one fails."""
 
-    client: TransferClient
+    client: Fetcher
     memory: KvMemory
     source: Source
     terms: FetchTerms

@@ -5,18 +5,17 @@ from collections.abc import Callable
 from kvferry.proto.errors import KvferryError
 from kvferry.worker.block_destination import BlockDestination
 from kvferry.worker.chunks import Chunks
-from kvferry.worker.fetch_terms import CancelledPullError, FetchTerms, Peer
+from kvferry.worker.fetch_terms import CancelledPullError, Fetcher, FetchTerms, Peer
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.pull import CANCELLED, BlockRun, PartOutcome, PartRun
 from kvferry.worker.reshard_io import destination_cells, require_cells
 from kvferry.worker.selection import Selection, selection_of
-from kvferry.worker.transfer_client import TransferClient
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import FetchAsk, make_fetch_ask
 
 
 def pull_blocks(
-    client: TransferClient, peer: Peer, run: BlockRun, *, memory: KvMemory, terms: FetchTerms
+    client: Fetcher, peer: Peer, run: BlockRun, *, memory: KvMemory, terms: FetchTerms
 ) -> PartOutcome:
     """Fetch whole blocks from the same rank of another instance of the memory's layout.
 
@@ -41,7 +40,7 @@ def pull_blocks(
 
 
 def pull_part(
-    client: TransferClient, peer: Peer, run: PartRun, *, memory: KvMemory, terms: FetchTerms
+    client: Fetcher, peer: Peer, run: PartRun, *, memory: KvMemory, terms: FetchTerms
 ) -> PartOutcome:
     """Fetch one transfer of a plan; otherwise as `pull_blocks`.
 

@@ -53,7 +53,7 @@ class Generations:
 class Residency:
     """Thread-safe. Every change of what a block holds gives it a new generation.
 
-    `arena` is what other processes of this host can map the generations by, if they can.
+    `arena` is what other processes of this host can map the `generations` by, if they can.
     `num_resets`: so often was the identity reset, as far as is known here; the count only grows,
     whoever dies. What was written before the last one is old, and must not be served beside what
     is new.
@@ -68,7 +68,7 @@ class Residency:
         num_bytes = GENERATION_BYTES * num_blocks
         self.arena: Arena | None = open_arena(num_bytes)
         memory = np.zeros(num_bytes, np.uint8) if self.arena is None else self.arena.bytes()
-        self._generations = Generations(memory)
+        self.generations = Generations(memory)
         self._next_generation = 1
         self.num_resets = 0
 
@@ -122,12 +122,17 @@ class Residency:
             if not blocks:
                 return None
             block_id = next(iter(blocks))
-            return Resident(block_id, self._generations[block_id])
+            return Resident(block_id, self.generations[block_id])
 
     def still_holds(self, resident: Resident) -> bool:
         """Return whether the block has held the same content ever since it was found."""
         with self._lock:
-            return self._generations.still_holds(resident)
+            return self.generations.still_holds(resident)
+
+    def key_of(self, block_id: BlockId) -> GroupedHash | None:
+        """Return what a block holds now, or None."""
+        with self._lock:
+            return self._hash_of_block.get(block_id)
 
     def inventory(self) -> tuple[list[BlockId], list[GroupedHash]]:
         """Return the blocks that hold a hash, in the order written, and the hash of each."""
@@ -147,9 +152,9 @@ class Residency:
         del blocks[block_id]
         if not blocks:
             del self._blocks_of_hash[key]
-        self._generations[block_id] = 0
+        self.generations[block_id] = 0
 
     def _renew(self, block_id: BlockId) -> None:
         # One counter for all blocks: a block that comes back never meets an old generation.
-        self._generations[block_id] = self._next_generation
+        self.generations[block_id] = self._next_generation
         self._next_generation += 1

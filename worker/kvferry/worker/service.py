@@ -21,6 +21,7 @@ from kvferry.proto.placement import shape_of
 from kvferry.proto.step_messages import Source
 from kvferry.worker.block_io import scatter
 from kvferry.worker.checksum import KeptChecksums
+from kvferry.worker.fetch_terms import Fetcher
 from kvferry.worker.frames import BULK_FRAME_BYTES, DEFAULT_FRAME_BYTES, Frame, Header, SharedOffer
 from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.heap import keep_freed_memory
@@ -60,6 +61,7 @@ class WorkerService:
         memory: the KV tensors, and the identity of what they hold.
         paths: those that it serves and pulls by, besides gRPC.
         credentials: what it shows to its peers, and asks of them; None speaks plaintext.
+        fetcher: what it pulls with; one that speaks gRPC by itself if not told.
 
     Attributes:
         counter: where all calls to it and by it are counted.
@@ -72,6 +74,7 @@ class WorkerService:
         memory: KvMemory,
         paths: Sequence[Path] = ALL_PATHS,
         credentials: Credentials | None = None,
+        fetcher: Fetcher | None = None,
     ) -> None:
         keep_freed_memory()
         self.identity = memory.identity
@@ -84,7 +87,7 @@ class WorkerService:
         self.counter = StatsCounter()
         self._paths = tuple(paths)
         self._credentials = credentials
-        self._client = TransferClient(credentials, paths=paths, counter=self.counter)
+        self._fetcher = fetcher or TransferClient(credentials, paths=paths, counter=self.counter)
         self._server: TransferServer | None = None
         self._door: MemoryDoor | None = None
 
@@ -165,7 +168,7 @@ class WorkerService:
         """
         self.reused(block_id for load in loads for block_id in load.block_ids)
         outcome = pull_loads(
-            self._client,
+            self._fetcher,
             self.memory,
             source,
             loads,
@@ -309,7 +312,7 @@ class WorkerService:
         if self._server is not None:
             self._server.stop()
             self._server = None
-        self._client.close()
+        self._fetcher.close()
 
     def _shared_offer(self, ask: FetchAsk, residents: Sequence[Resident]) -> SharedOffer | None:
         """Return where the blocks lie, for a caller that runs where this memory can be mapped."""

@@ -177,6 +177,14 @@ class Engine:
         """Return news from `since_seq` on, waiting up to `wait_s`; earlier news is forgotten."""
         return self._outbox.take(since_seq, wait_s)
 
+    def require_alive(self) -> None:
+        """Raise if the loop has failed.
+
+        Raises:
+            InstanceDiedError: naming the instance and the reason.
+        """
+        self._outbox.require_alive()
+
     def fail(self, error: KvferryError) -> None:
         """End the loop with an error, as if it had met it: the instance cannot go on."""
         with self._wake:

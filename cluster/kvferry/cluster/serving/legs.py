@@ -57,7 +57,19 @@ class Legs:
 
     def start(self) -> None:
         """Begin to follow every engine (inside a running event loop)."""
-        self._followers = [asyncio.create_task(self._follow(i)) for i in self._engines]
+        for instance_id, link in self._engines.items():
+            self._begin_to_follow(instance_id, link)
+
+    def join(self, instance_id: InstanceId, link: EngineLink) -> None:
+        """Send requests to an instance that is new, or a new life of one that died."""
+        self._engines[instance_id] = link
+        self._news.setdefault(instance_id, {})
+        self._deaths.pop(instance_id, None)
+        self._begin_to_follow(instance_id, link)
+
+    def _begin_to_follow(self, instance_id: InstanceId, link: EngineLink) -> None:
+        self._followers = [task for task in self._followers if not task.done()]
+        self._followers.append(asyncio.create_task(self._follow(instance_id, link)))
 
     async def close(self) -> None:
         """Stop following."""
@@ -95,7 +107,7 @@ class Legs:
             DeadlineError: not finished by the deadline.
             KvferryError: as `fail` was told.
         """
-        self._require_alive(instance_id)
+        link = self._require_alive(instance_id)
         if request.request_id in self._news[instance_id]:
             raise ConfigError(
                 f"a request of this id is in flight on {instance_id}",
@@ -106,15 +118,16 @@ class Legs:
         self._news[instance_id][request.request_id] = news
         finished = False
         try:
-            await self._submit(instance_id, request)
+            await self._submit(instance_id, link, request)
             while not finished:
                 item = await self._next(news, request, instance_id, deadline)
                 finished = item.finished is not None
                 yield item
         finally:
-            del self._news[instance_id][request.request_id]
-            if not finished and self.is_alive(instance_id):
-                await self._abort(instance_id, request.request_id)
+            if self._news[instance_id].get(request.request_id) is news:
+                del self._news[instance_id][request.request_id]
+            if not finished and self.is_alive(instance_id) and self._is_now(instance_id, link):
+                await self._abort(link, request.request_id)
 
     def fail(self, instance_id: InstanceId, request_id: RequestId, error: KvferryError) -> None:
         """End a request's leg with an error of another one; nothing if it is not in flight."""
@@ -122,13 +135,14 @@ class Legs:
         if news is not None:
             news.put_nowait(error)
 
-    async def _submit(self, instance_id: InstanceId, request: EngineRequest) -> None:
+    async def _submit(
+        self, instance_id: InstanceId, link: EngineLink, request: EngineRequest
+    ) -> None:
         try:
-            engine = self._engines[instance_id].engine
-            await engine.submit(request, timeout_s=CALL_TIMEOUT_S)
+            await link.engine.submit(request, timeout_s=CALL_TIMEOUT_S)
         except (InstanceDiedError, DeadlineError) as error:
-            await self._bury(instance_id, str(error))
-            self._require_alive(instance_id)
+            await self._bury(instance_id, link, str(error))
+            raise _death(instance_id, str(error)) from error
         except BadInputError as refusal:
             # Limits differ between instances: whoever asked must hear whose it was.
             raise type(refusal)(
@@ -155,21 +169,21 @@ class Legs:
             raise item
         return item
 
-    async def _abort(self, instance_id: InstanceId, request_id: RequestId) -> None:
+    async def _abort(self, link: EngineLink, request_id: RequestId) -> None:
         with contextlib.suppress(KvferryError):
-            engine = self._engines[instance_id].engine
-            await engine.abort(request_id, timeout_s=CALL_TIMEOUT_S)
+            await link.engine.abort(request_id, timeout_s=CALL_TIMEOUT_S)
 
-    async def _follow(self, instance_id: InstanceId) -> None:
-        engine = self._engines[instance_id].engine
+    async def _follow(self, instance_id: InstanceId, link: EngineLink) -> None:
         seq = 0
-        while self.is_alive(instance_id):
+        while self.is_alive(instance_id) and self._is_now(instance_id, link):
             try:
-                batch = await engine.outputs(
+                batch = await link.engine.outputs(
                     seq, wait_s=OUTPUTS_WAIT_S, timeout_s=OUTPUTS_TIMEOUT_S
                 )
             except KvferryError as error:
-                await self._bury(instance_id, str(error))
+                await self._bury(instance_id, link, str(error))
+                return
+            if not self._is_now(instance_id, link):
                 return
             seq = batch.next_seq
             for output in batch.outputs:
@@ -177,12 +191,14 @@ class Legs:
                 if news is not None:
                     news.put_nowait(output)
 
-    async def _bury(self, instance_id: InstanceId, reason: str) -> None:
-        if instance_id in self._deaths:
+    async def _bury(self, instance_id: InstanceId, link: EngineLink, reason: str) -> None:
+        if instance_id in self._deaths or not self._is_now(instance_id, link):
             return
         self._deaths[instance_id] = reason
         log.error("instance %s is dead: %s", instance_id, reason)
-        incarnation = self._engines[instance_id].incarnation
+        # A new life may join while the coordinator is told: what is in flight there is not lost.
+        lost, self._news[instance_id] = self._news[instance_id], {}
+        incarnation = link.incarnation
         try:
             await self._coordinator.call(
                 RemoveInstance(
@@ -195,12 +211,17 @@ class Legs:
             )
         except KvferryError as error:
             log.warning("the coordinator was not told of %s: %s", instance_id, error)
-        for news in self._news[instance_id].values():
+        for news in lost.values():
             news.put_nowait(_death(instance_id, reason))
 
-    def _require_alive(self, instance_id: InstanceId) -> None:
+    def _is_now(self, instance_id: InstanceId, link: EngineLink) -> bool:
+        """Tell whether this is still the life of the instance that requests are sent to."""
+        return self._engines[instance_id] is link
+
+    def _require_alive(self, instance_id: InstanceId) -> EngineLink:
         if instance_id in self._deaths:
             raise _death(instance_id, self._deaths[instance_id])
+        return self._engines[instance_id]
 
 
 def _death(instance_id: InstanceId, reason: str) -> InstanceDiedError:

@@ -147,6 +147,10 @@ class Router:
         """Stop following; requests in flight are left to the engines' own end."""
         await self._legs.close()
 
+    def join(self, instance_id: InstanceId, link: EngineLink) -> None:
+        """Send requests to an instance that is new, or a new life of one that died."""
+        self._legs.join(instance_id, link)
+
     def is_alive(self, instance_id: InstanceId) -> bool:
         """Return whether an instance takes requests."""
         return self._legs.is_alive(instance_id)

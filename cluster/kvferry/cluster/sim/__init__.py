@@ -1,0 +1,1 @@
+"""The deterministic simulator: the real services in one thread, on virtual time, with faults."""

@@ -1,0 +1,91 @@
+"""Many seeds over several processes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.cluster.sim.shard import Shard
+from kvferry.proto.errors import InvariantError
+
+HASH_SEED = "0"
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What many runs came to; `violations` tell of those that failed."""
+
+    num_ran: int = 0
+    num_steps: int = 0
+    num_right: int = 0
+    num_given_up: int = 0
+    num_failed: int = 0
+    num_crashes: int = 0
+    remote_hit_tokens: int = 0
+    virtual_s: float = 0.0
+    violations: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Take in what one run came to."""
+        self.num_ran += 1
+        self.num_steps += result["num_steps"]
+        self.num_right += result["num_right"]
+        self.num_given_up += result["num_given_up"]
+        self.num_failed += len(result["failures"])
+        self.num_crashes += result["num_crashes"]
+        self.remote_hit_tokens += result["remote_hit_tokens"]
+        self.virtual_s += result["virtual_s"]
+        if result["violation"] is not None:
+            self.violations.append(result)
+
+
+def run_shards(
+    *, seed: int, count: int, steps: int, profile: str, jobs: int, told: Callable[[Report], None]
+) -> Report:
+    """Run `count` seeds from `seed` on, over `jobs` processes; `told` hears of each that ended.
+
+    Raises:
+        InvariantError: a process ended before its seeds did.
+    """
+    report = Report()
+    shards = [
+        Shard(seeds=range(seed + job, seed + count, jobs), steps=steps, profile=profile)
+        for job in range(min(jobs, count))
+    ]
+    with ExitStack() as running, ThreadPoolExecutor(len(shards)) as readers:
+        processes = [running.enter_context(_started(shard)) for shard in shards]
+        for process in processes:
+            running.callback(process.kill)
+        lines = [readers.submit(list, _results(process, report, told)) for process in processes]
+        for ended in as_completed(lines):
+            ended.result()
+    if report.num_ran != count:
+        raise InvariantError(
+            "a process of the simulator ended early", given=report.num_ran, allowed=count
+        )
+    report.violations.sort(key=lambda result: int(result["seed"]))
+    return report
+
+
+def _started(shard: Shard) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvferry.cluster.sim.shard", *shard.to_arguments()],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONHASHSEED": HASH_SEED, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _results(
+    process: subprocess.Popen[str], report: Report, told: Callable[[Report], None]
+) -> Iterator[None]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        report.add(json.loads(line))
+        told(report)
+        yield
