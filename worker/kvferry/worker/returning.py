@@ -1,13 +1,10 @@
 """How a store comes back to a coordinator that does not know what it holds any more."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 from kvferry.proto.errors import BusyError
-from kvferry.proto.ids import BlockHash, BlockId, GroupId, unpack_group
 from kvferry.proto.messages import Done, InstanceInfo, Registered, RegisterInstance, expect
 from kvferry.proto.restore_messages import MAX_RESTORED_BLOCKS, RestoreBlocks, RestoreRequests
 from kvferry.worker.coordinator_reserver import Call, CoordinatorReserver
+from kvferry.worker.inventory import inventory_parts
 from kvferry.worker.residency import Residency
 
 
@@ -43,7 +40,7 @@ def come_back(
     registered = expect(call(command), Registered)
     residency.reset(registered.num_resets)
     num_blocks = 0
-    for number, part in enumerate(_parts(residency)):
+    for number, part in enumerate(inventory_parts(residency, MAX_RESTORED_BLOCKS)):
         restore = RestoreBlocks(
             call_id=f"{call_id}/{number}",
             epoch=registered.epoch,
@@ -65,27 +62,3 @@ def come_back(
     expect(call(last), Done)
     reserver.enter(registered.epoch)
     return num_blocks
-
-
-class _Part(NamedTuple):
-    """What is told in one call."""
-
-    group_id: GroupId
-    hashes: list[BlockHash]
-    block_ids: list[BlockId]
-
-
-def _parts(residency: Residency) -> Iterator[_Part]:
-    """Yield all that is held, what was written first first, as far as groups do not alternate."""
-    block_ids, keys = residency.inventory()
-    for start in range(0, len(keys), MAX_RESTORED_BLOCKS):
-        some = slice(start, start + MAX_RESTORED_BLOCKS)
-        parts: dict[GroupId, _Part] = {}
-        for block_id, key in zip(block_ids[some], keys[some], strict=True):
-            block_hash, group_id = unpack_group(key)
-            part = parts.get(group_id)
-            if part is None:
-                part = parts[group_id] = _Part(group_id, [], [])
-            part.hashes.append(block_hash)
-            part.block_ids.append(block_id)
-        yield from parts.values()

@@ -25,6 +25,7 @@ from kvferry.worker.fetch_terms import Fetcher
 from kvferry.worker.frames import BULK_FRAME_BYTES, DEFAULT_FRAME_BYTES, Frame, Header, SharedOffer
 from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.heap import keep_freed_memory
+from kvferry.worker.inventory import InventoryPart, inventory_parts
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.layout_pull import pull_loads
 from kvferry.worker.memory_door import MemoryDoor
@@ -113,6 +114,10 @@ class WorkerService:
     def reused(self, block_ids: Iterable[BlockId]) -> None:
         """Say that the blocks are about to be written into; call before the first byte."""
         self.residency.mark_reused(block_ids)
+
+    def inventory(self, max_blocks: int) -> Iterator[InventoryPart]:
+        """Yield what is held now, in parts of at most so many blocks; see `inventory_parts`."""
+        return inventory_parts(self.residency, max_blocks)
 
     def serve(
         self,

@@ -15,6 +15,7 @@ from kvferry.cluster.sim.world import Task, World
 
 MODULES = (
     "kvferry.cluster.serving.engine",
+    "kvferry.cluster.serving.membership",
     "kvferry.cluster.serving.outbox",
     "kvferry.cluster.serving.legs",
     "kvferry.cluster.serving.router",

@@ -138,19 +138,17 @@ class Instance:
 
     def join(self) -> None:
         """Register, as often as it takes, and start the engine; in a task of the process."""
-        registered = expect(self._register(), Registered)
-        plan = self.plan
+        plan, info = self.plan, self._info()
+        registered = expect(self._register(info), Registered)
         self.engine = Engine(
-            instance_id=plan.instance_id,
-            incarnation=self.incarnation,
-            epoch=registered.epoch,
+            info=info,
+            registered=registered,
             limits=plan.limits(),
             scheme=plan.scheme,
             eos_token_ids=frozenset(),
             coordinator=self,
             mover=self.worker,
             forward=self.model.forward,
-            tells_content=registered.wants_content,
         )
         self.engine.start()
 
@@ -176,8 +174,8 @@ class Instance:
             self._coordinator_process, lambda: self._coordinator(command), timeout_s=timeout_s
         )
 
-    def _register(self) -> Reply:
-        info = InstanceInfo(
+    def _info(self) -> InstanceInfo:
+        return InstanceInfo(
             instance_id=self.plan.instance_id,
             role=self.plan.role,
             incarnation=self.incarnation,
@@ -190,6 +188,8 @@ class Instance:
             rank_pids=(1,),
             version="simulated",
         )
+
+    def _register(self, info: InstanceInfo) -> Reply:
         command = RegisterInstance(call_id=f"register/{self.address}", info=info)
         while True:
             try:
