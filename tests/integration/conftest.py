@@ -181,7 +181,9 @@ class Service:
             coordinator=AsyncInProcessCoordinator(self.coordinator),
             engines={
                 InstanceId(name): EngineLink(
-                    engine=engine, incarnation=self.infos[name].incarnation
+                    engine=engine,
+                    role=self.infos[name].role,
+                    incarnation=self.infos[name].incarnation,
                 )
                 for name, engine in self.engines.items()
             },

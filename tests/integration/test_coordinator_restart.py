@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from tests.integration.token_engines import (
@@ -15,10 +15,12 @@ from tests.integration.token_engines import (
 from tests.integration.token_model import answer, prompt
 
 from kvferry.cluster.serving import engine
+from kvferry.cluster.serving.requests import EngineRequest
+from kvferry.cluster.serving.router import Served
 from kvferry.cluster.serving.sequence import Run
-from kvferry.proto.errors import InstanceDiedError
+from kvferry.proto.errors import DeadlineError, InstanceDiedError, KvferryError, UnavailableError
 from kvferry.proto.ids import InstanceId
-from kvferry.proto.messages import RemoveInstance
+from kvferry.proto.messages import Command, RemoveInstance, Reply
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +54,22 @@ class Passes:
         if self._at == (run.request.request_id, end):
             self.held.set()
             assert self.gate.wait(60.0)
+
+
+def serve_during(service: TokenService, asked: EngineRequest, do: Callable[[], None]) -> Served:
+    """Serve a request while something is done."""
+
+    async def serve() -> Served:
+        router = service.router()
+        await router.start()
+        serving = asyncio.create_task(router.serve(asked))
+        try:
+            await asyncio.to_thread(do)
+            return await serving
+        finally:
+            await router.close()
+
+    return asyncio.run(serve())
 
 
 def cached(service: TokenService, name: str) -> int:
@@ -146,22 +164,59 @@ def test_a_follower_waits_for_its_turn_when_the_handoff_is_gone(service: TokenSe
     passes = Passes(service.instances[0])
     passes.hold_at("r1", 16)
 
-    async def serve() -> tuple[int, ...]:
+    def restart() -> None:
+        assert passes.held.wait(10.0)
+        wait_until(lambda: d.num_steps > 2)
+        service.restart_coordinator()
+        passes.gate.set()
+
+    served = serve_during(service, request("r1", prompt(1, 33), 5), restart)
+    assert served.output_token_ids == answer(prompt(1, 33), 5)
+    wait_until(lambda: service.counter("returns") == 2)
+    service.require_nothing_held()
+
+
+@pytest.mark.parametrize("kind", [UnavailableError, DeadlineError])
+def test_without_a_coordinator_requests_go_where_the_load_is_least_and_no_prefill_runs(
+    service: TokenService, monkeypatch: pytest.MonkeyPatch, kind: type[KvferryError]
+) -> None:
+    p, _, d1 = service.add("p", "prefill"), service.add("d0"), service.add("d1")
+
+    async def nobody_answers(command: Command, *, timeout_s: float) -> Reply:
+        assert timeout_s <= 2.0
+        raise kind("nobody answers")
+
+    monkeypatch.setattr(service, "call", nobody_answers)
+
+    async def serve() -> list[Served]:
         router = service.router()
         await router.start()
-        serving = asyncio.create_task(router.serve(request("r1", prompt(1, 33), 5)))
+        asked = [request(f"r{number}", prompt(number, 20), 3) for number in range(2)]
         try:
-            assert await asyncio.to_thread(passes.held.wait, 10.0)
-            await asyncio.to_thread(wait_until, lambda: d.num_steps > 2)
-            service.restart_coordinator()
-            passes.gate.set()
-            return (await serving).output_token_ids
+            return await asyncio.gather(*map(router.serve, asked))
         finally:
             await router.close()
 
-    assert asyncio.run(serve()) == answer(prompt(1, 33), 5)
-    wait_until(lambda: service.counter("returns") == 2)
-    service.require_nothing_held()
+    served = asyncio.run(serve())
+    assert [one.output_token_ids for one in served] == [answer(prompt(n, 20), 3) for n in range(2)]
+    assert [one.decode_instance for one in served] == ["d0", "d1"]
+    assert [one.prefill_instance for one in served] == [None, None]
+    assert d1.model.tables.keys() == {"r1"}
+    assert not p.model.tables
+
+
+def test_a_request_that_comes_while_the_coordinator_is_away_is_served_afterwards(
+    service: TokenService,
+) -> None:
+    d = service.add("d")
+    service.kill_coordinator()
+
+    def restart() -> None:
+        d.ask_again(2)
+        service.restart_coordinator()
+
+    served = serve_during(service, request("r1", prompt(1, 20), 3), restart)
+    assert served.output_token_ids == answer(prompt(1, 20), 3)
 
 
 def test_it_may_be_restarted_again_and_again(service: TokenService) -> None:

@@ -229,7 +229,9 @@ class TokenService:
     def router(self) -> Router:
         """Return a router over all instances that have an engine."""
         links = {
-            one.instance_id: EngineLink(engine=one, incarnation=Incarnation(1))
+            one.instance_id: EngineLink(
+                engine=one, role=one.info.role, incarnation=one.info.incarnation
+            )
             for one in self.instances
         }
         return Router(

@@ -270,7 +270,8 @@ class RayService:
 
     def _launched(self, info: InstanceInfo) -> Launched:
         engine = RayEngine(self._ranks[info.instance_id], info.instance_id)
-        return Launched(info=info, link=EngineLink(engine=engine, incarnation=info.incarnation))
+        link = EngineLink(engine=engine, role=info.role, incarnation=info.incarnation)
+        return Launched(info=info, link=link)
 
 
 @contextlib.contextmanager

@@ -207,7 +207,11 @@ class Simulation:
         if not is_current or self._loop.is_closed():
             return
         calls = AsyncCalls(self.network, self._loop, self._router_process)
-        link = EngineLink(engine=AsyncEngine(calls, instance), incarnation=instance.incarnation)
+        link = EngineLink(
+            engine=AsyncEngine(calls, instance),
+            role=instance.plan.role,
+            incarnation=instance.incarnation,
+        )
         self._loop.call_soon_threadsafe(self._router.join, instance.plan.instance_id, link)
 
     def _crash(self, instance_id: InstanceId) -> None:
