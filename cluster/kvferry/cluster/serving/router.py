@@ -231,13 +231,11 @@ class Router:
 
     async def _route(self, request: EngineRequest) -> Route:
         """Choose by prefix and load; by load alone, and without a prefill, if nobody can say."""
-        hashes, roles = self._hashes(request), self._legs.roles()
-        held: dict[InstanceId, int] = {}
-        try:
-            held = await self._locate(hashes)
-        except (UnavailableError, DeadlineError, BusyError) as error:
-            log.warning("request %s is routed by load alone: %s", request.request_id, error)
-            roles = {i: role for i, role in roles.items() if role == "decode"}
+        hashes = self._hashes(request)
+        held = await self._locate(request.request_id, hashes)
+        roles = self._legs.roles()
+        if held is None:
+            held, roles = {}, {i: role for i, role in roles.items() if role == "decode"}
         route = choose_route(
             roles,
             {i: num_hashes for i, num_hashes in held.items() if i in roles},
@@ -254,10 +252,17 @@ class Router:
             )
         return route
 
-    async def _locate(self, hashes: tuple[BlockHash, ...]) -> dict[InstanceId, int]:
-        located = await self._coordinator.call(
-            Locate(identity_digest=self._digest, hashes=hashes), timeout_s=CALL_TIMEOUT_S
-        )
+    async def _locate(
+        self, request_id: RequestId, hashes: tuple[BlockHash, ...]
+    ) -> dict[InstanceId, int] | None:
+        """Return how many hashes each instance holds; None if the coordinator does not answer."""
+        try:
+            located = await self._coordinator.call(
+                Locate(identity_digest=self._digest, hashes=hashes), timeout_s=CALL_TIMEOUT_S
+            )
+        except (UnavailableError, DeadlineError, BusyError) as error:
+            log.warning("request %s is routed by load alone: %s", request_id, error)
+            return None
         return {h.source.instance_id: h.num_hashes for h in expect(located, Located).holders}
 
     def _hashes(self, request: EngineRequest) -> tuple[BlockHash, ...]:
