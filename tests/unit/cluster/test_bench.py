@@ -17,6 +17,7 @@ from kvferry.cluster.bench.move_rows import move_rows
 from kvferry.cluster.bench.plan_rows import plan_rows
 from kvferry.cluster.bench.pool_operations import BLOCK_TOKENS, PoolOperations
 from kvferry.cluster.bench.report import describe_machine, print_table, to_json
+from kvferry.cluster.bench.restore_rows import restore_rows
 from kvferry.cluster.bench.rows import MIN_PAIRS, Row, measure_alone, measure_pairs
 from kvferry.cluster.bench.step_cycle import SCHEME, STEP_BLOCKS, StepCycle, registration
 from kvferry.cluster.bench.vllm_process import running_vllm
@@ -93,6 +94,12 @@ def test_hashing_and_the_index_have_the_rows_that_others_look_for() -> None:
         ("ingest_event", "1/s", None, "higher"),
     ]
     assert all(row.value > 0 for row in rows)
+
+
+def test_telling_what_is_held_has_its_row() -> None:
+    (row,) = restore_rows(0.0, 2000)
+    assert (row.name, row.unit, row.baseline, row.better) == ("restore_2000", "ms", None, "lower")
+    assert row.value > 0
 
 
 def test_the_plan_that_others_look_for_has_its_row() -> None:

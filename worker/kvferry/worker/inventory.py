@@ -1,9 +1,9 @@
 """What a worker holds, as it is told to a coordinator that does not know it."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from kvferry.proto.ids import BlockHash, BlockId, GroupId, unpack_group
+from kvferry.proto.ids import GROUP_ID_BYTES, BlockHash, BlockId, GroupId
 from kvferry.worker.residency import Residency
 
 
@@ -24,13 +24,12 @@ def inventory_parts(residency: Residency, max_blocks: int) -> Iterator[Inventory
     """
     block_ids, keys = residency.inventory()
     for start in range(0, len(keys), max_blocks):
-        some = slice(start, start + max_blocks)
-        parts: dict[GroupId, InventoryPart] = {}
-        for block_id, key in zip(block_ids[some], keys[some], strict=True):
-            block_hash, group_id = unpack_group(key)
-            part = parts.get(group_id)
-            if part is None:
-                part = parts[group_id] = InventoryPart(group_id, [], [])
-            part.hashes.append(block_hash)
-            part.block_ids.append(block_id)
-        yield from parts.values()
+        some, ids = keys[start : start + max_blocks], block_ids[start : start + max_blocks]
+        # A key ends with its group. There may be millions of keys, and groups are few.
+        for group in dict.fromkeys([key[-GROUP_ID_BYTES:] for key in some]):
+            hashes = [key[:-GROUP_ID_BYTES] for key in some if key.endswith(group)]
+            yield InventoryPart(
+                GroupId(int.from_bytes(group, "big")),
+                cast("list[BlockHash]", hashes),
+                [block for block, key in zip(ids, some, strict=True) if key.endswith(group)],
+            )
