@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from tests.builders import make_info
 from tests.integration.token_model import (
@@ -27,7 +27,7 @@ from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.proto.group_specs import specs_of
 from kvferry.proto.hashing import hash_tokens
-from kvferry.proto.ids import Incarnation, InstanceId, RequestId
+from kvferry.proto.ids import Epoch, Incarnation, InstanceId, RequestId
 from kvferry.proto.messages import (
     Command,
     Describe,
@@ -133,19 +133,40 @@ class TokenInstance:
         self.worker.stop()
 
 
+class Coordinator(Protocol):
+    """One life of a coordinator, or all of them, as a test has it."""
+
+    def start(self) -> Epoch: ...
+
+    def call(self, command: Command) -> Reply: ...
+
+    def stop(self) -> None: ...
+
+
+def in_this_process(**settings: Any) -> Callable[[], Coordinator]:
+    """Return what makes lives of a coordinator that remember what they have to."""
+    return partial(
+        CoordinatorActor,
+        scheme=SCHEME,
+        registry=ProcessRegistry(),
+        check_invariants=True,
+        tick_interval_s=0.05,
+        **settings,
+    )
+
+
 class TokenService:
     """A coordinator and the instances of a test."""
 
-    def __init__(self, *, paths: Sequence[Path] = ALL_PATHS, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        paths: Sequence[Path] = ALL_PATHS,
+        make_coordinator: Callable[[], Coordinator] | None = None,
+        **settings: Any,
+    ) -> None:
         self.paths = paths
-        self._make_coordinator = partial(
-            CoordinatorActor,
-            scheme=SCHEME,
-            registry=ProcessRegistry(),
-            check_invariants=True,
-            tick_interval_s=0.05,
-            **settings,
-        )
+        self._make_coordinator = make_coordinator or in_this_process(**settings)
         self.coordinator = self._make_coordinator()
         self.epoch = self.coordinator.start()
         self.instances: list[TokenInstance] = []
