@@ -91,7 +91,7 @@ def restore_requests(state: ServiceState, instance: Instance, command: RestoreRe
         instance.requests[told.request_id] = request
         instance.accounts.uncounted(told.request_id)
     if command.is_last:
-        instance.returning = False
+        instance.returning_as = None
         state.counters["returns"] += 1
         state.note(
             "instance_returned",

@@ -122,8 +122,10 @@ def test_blocks_and_then_requests_are_told_under_the_new_epoch() -> None:
     for command, number in ((first, 1), (second, 2)):
         assert isinstance(command, RestoreBlocks)
         assert (command.hashes, command.block_ids) == (tuple(part(number)[1]), (number,))
+        assert command.registration == "d/1/return/1"
     assert isinstance(last, RestoreRequests)
     assert (names(last), last.is_last) == (["r"], True)
+    assert last.registration == "d/1/return/1"
     assert [command.epoch for command in (first, second, last)] == [4, 4, 4]  # type: ignore[union-attr]
     call_ids = [command.call_id for command in (register, first, second)]  # type: ignore[union-attr]
     assert len(set(call_ids)) == 3

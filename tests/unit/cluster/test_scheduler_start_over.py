@@ -42,6 +42,7 @@ def restart(rig: Rig, name: str) -> Sequence[RestoredRequest]:
         epoch=rig.service.epoch,
         instance_id=InstanceId(name),
         incarnation=Incarnation(1),
+        registration=name,
         requests=told,
     )
     rig.service.handle(last, 0.0)

@@ -33,7 +33,7 @@ from kvferry.proto.errors import (
     StaleError,
 )
 from kvferry.proto.ids import BlockId, GroupId, Incarnation, InstanceId, RequestId
-from kvferry.proto.messages import Done, Registered
+from kvferry.proto.messages import Command, Done, Registered
 from kvferry.proto.restore_messages import MAX_RESTORED_BLOCKS, RestoredRequest
 from kvferry.proto.step_messages import RequestContent
 
@@ -173,6 +173,20 @@ def test_who_comes_back_again_starts_over(fleet: Fleet) -> None:
     assert fleet.locate("pq") == {"a": 2}
 
 
+def test_what_was_told_with_another_registration_comes_too_late(fleet: Fleet) -> None:
+    known = returning(fleet)
+    late: list[Command] = [
+        blocks_command(fleet, "a", list(held_blocks(known))),
+        requests_command(fleet, "a", [restored(known, RequestId("r1"))]),
+    ]
+    fleet.enter(known.info, returning=True)
+    for command in late:
+        with pytest.raises(NotRegisteredError, match=r"given: call-\d+; allowed: call-\d+"):
+            fleet.send(command)
+    assert fleet.locate("xy") == {"a": 0}
+    assert at(fleet, "a").returning_as is not None
+
+
 def test_another_process_cannot_come_back_as_a_member(fleet: Fleet) -> None:
     with pytest.raises(MismatchError, match="another live process"):
         fleet.enter(replace(at(fleet, "a").info, num_blocks=20), returning=True)
@@ -180,7 +194,7 @@ def test_another_process_cannot_come_back_as_a_member(fleet: Fleet) -> None:
 
 def test_only_who_comes_back_can_tell_what_it_holds(fleet: Fleet) -> None:
     for command in (blocks_command(fleet, "a", []), requests_command(fleet, "a")):
-        with pytest.raises(BadInputError, match="told all that it holds already"):
+        with pytest.raises(NotRegisteredError, match="not a registration by which"):
             fleet.send(command)
 
 
@@ -306,7 +320,7 @@ def test_requests_that_cannot_be_are_refused_and_change_nothing(
     assert isinstance(caught.value, BadInputError)
     assert fleet.free_order("a") == free
     assert set(at(fleet, "a").requests) == ({RequestId("r2")} if not together else set())
-    assert at(fleet, "a").returning
+    assert at(fleet, "a").returning_as is not None
 
 
 def _request(name: str, hashes: Any, table: tuple[int, ...]) -> RestoredRequest:

@@ -46,6 +46,7 @@ def come_back(
             epoch=registered.epoch,
             instance_id=info.instance_id,
             incarnation=info.incarnation,
+            registration=call_id,
             group_id=part.group_id,
             hashes=tuple(part.hashes),
             block_ids=tuple(part.block_ids),
@@ -58,6 +59,7 @@ def come_back(
         epoch=registered.epoch,
         instance_id=info.instance_id,
         incarnation=info.incarnation,
+        registration=call_id,
     )
     expect(call(last), Done)
     reserver.enter(registered.epoch)

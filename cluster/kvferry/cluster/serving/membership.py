@@ -113,10 +113,13 @@ class Membership:
             self.stage = Stage.LOST
             return None
 
+    @property
+    def _registration(self) -> str:
+        return f"{self._name}/return/{self._num_returns}"
+
     def _tell_blocks(self, inventory: Callable[[int], Iterable[InventoryPart]]) -> None:
         self._num_returns += 1
-        call_id = f"{self._name}/return/{self._num_returns}"
-        register = RegisterInstance(call_id=call_id, info=self._info, returning=True)
+        register = RegisterInstance(call_id=self._registration, info=self._info, returning=True)
         registered = self._call(register, Registered)
         if registered.epoch < self.epoch:
             log.warning("a coordinator answers that is older than epoch %d", self.epoch)
@@ -126,10 +129,11 @@ class Membership:
         for number, part in enumerate(inventory(TOLD_BLOCKS)):
             self._call(
                 RestoreBlocks(
-                    call_id=f"{call_id}/{number}",
+                    call_id=f"{self._registration}/{number}",
                     epoch=self.epoch,
                     instance_id=self._info.instance_id,
                     incarnation=self._info.incarnation,
+                    registration=self._registration,
                     group_id=part.group_id,
                     hashes=tuple(part.hashes),
                     block_ids=tuple(part.block_ids),
@@ -143,10 +147,11 @@ class Membership:
         for number, batch in enumerate(batches, start=1):
             self._call(
                 RestoreRequests(
-                    call_id=f"{self._name}/return/{self._num_returns}/{number}",
+                    call_id=f"{self._registration}/{number}",
                     epoch=self.epoch,
                     instance_id=self._info.instance_id,
                     incarnation=self._info.incarnation,
+                    registration=self._registration,
                     requests=batch,
                     is_last=number == len(batches),
                 ),
