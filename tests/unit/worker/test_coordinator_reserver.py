@@ -16,7 +16,7 @@ from kvferry.proto.errors import (
 )
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, Epoch, GroupId, LeaseId
 from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve
-from kvferry.worker.coordinator_reserver import END_ATTEMPTS, END_PAUSE_S
+from kvferry.worker.coordinator_reserver import ATTEMPTS, PAUSE_S
 from kvferry.worker.reservations import Reservation
 
 HASHES = tuple(BlockHash(hashlib.sha256(bytes([i])).digest()) for i in range(3))
@@ -108,12 +108,12 @@ def test_an_end_is_repeated_under_its_call_id_until_it_is_answered(
     coordinator = FakeCoordinator(answer)
     new_reserver(coordinator).end(LeaseId("r9"), 2)
     assert coordinator.commands == [coordinator.commands[0]] * 3
-    assert pauses_s == [END_PAUSE_S] * 2
+    assert pauses_s == [PAUSE_S] * 2
 
 
 @pytest.mark.parametrize(
     ("error", "num_attempts"),
-    [(UnavailableError("gone"), END_ATTEMPTS), (NotFoundError("unknown reservation"), 1)],
+    [(UnavailableError("gone"), ATTEMPTS), (NotFoundError("unknown reservation"), 1)],
 )
 def test_an_end_gives_up_after_its_attempts_and_at_once_when_refused(
     error: KvferryError, num_attempts: int, monkeypatch: pytest.MonkeyPatch
