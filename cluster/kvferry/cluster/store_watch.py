@@ -3,12 +3,11 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from kvferry.cluster.control_client import ControlClient
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.ids import Epoch
-from kvferry.proto.messages import Locate, Located
+from kvferry.proto.messages import Command, Locate, Located, Reply
 
 WATCH_S = 1.0
 """How often the coordinator is asked which life it is in."""
@@ -17,6 +16,19 @@ STOP_TIMEOUT_S = 1.0
 _NOBODY = bytes(32)
 
 _log = logging.getLogger(__name__)
+
+
+_R = TypeVar("_R", bound=Reply)
+
+
+class Asker(Protocol):
+    """What the watch needs of a `ControlClient`."""
+
+    def ask(self, command: Command, expected: type[_R]) -> _R:
+        """Return the coordinator's reply."""
+
+    def close(self) -> None:
+        """Ask no more."""
 
 
 class WatchedStore(Protocol):
@@ -44,7 +56,7 @@ class StoreWatch:
         stores: returns those there are.
     """
 
-    def __init__(self, client: ControlClient, stores: Callable[[], Sequence[WatchedStore]]) -> None:
+    def __init__(self, client: Asker, stores: Callable[[], Sequence[WatchedStore]]) -> None:
         self._client = client
         self._stores = stores
         self._is_over = False

@@ -1,12 +1,12 @@
 """What goes wrong, and when: drawn from the world's chance, and over at the end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvferry.cluster.sim.network import Network, Weather
 from kvferry.cluster.sim.world import Process, World
 from kvferry.proto.errors import BadInputError
-from kvferry.proto.ids import InstanceId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,16 @@ def profile_named(name: str) -> Profile:
     return PROFILES[name]
 
 
+class Victim(Protocol):
+    """What may die, or be taken for dead."""
+
+    def crash(self) -> None:
+        """End where it stands."""
+
+    def take_for_dead(self) -> None:
+        """Be replaced, and go on all the same."""
+
+
 class Faults:
     """Makes a profile's faults happen, until `stop`.
 
@@ -62,9 +72,7 @@ class Faults:
         network: is cut, and has the profile's weather.
         profile: what happens how often.
         processes: all that may be paused or cut off, as they are now.
-        crash: ends an instance where it stands.
-        take_for_dead: replaces an instance that goes on all the same.
-        crashable: the instances that may.
+        victims: all that may die, or be taken for dead, as they are now.
     """
 
     def __init__(
@@ -73,17 +81,13 @@ class Faults:
         profile: Profile,
         *,
         processes: Callable[[], list[Process]],
-        crash: Callable[[InstanceId], None],
-        take_for_dead: Callable[[InstanceId], None],
-        crashable: Callable[[], list[InstanceId]],
+        victims: Callable[[], Sequence[Victim]],
     ) -> None:
         self._network = network
         self._world: World = network.world
         self._profile = profile
         self._processes = processes
-        self._crash = crash
-        self._take_for_dead = take_for_dead
-        self._crashable = crashable
+        self._victims = victims
         self._is_over = False
 
     def start(self) -> None:
@@ -91,8 +95,8 @@ class Faults:
         profile = self._profile
         self._network.weather = profile.weather
         for pause_s, fault in (
-            (profile.crash_every_s, lambda: self._hit_one(self._crash)),
-            (profile.mistake_every_s, lambda: self._hit_one(self._take_for_dead)),
+            (profile.crash_every_s, lambda: self._victim().crash()),
+            (profile.mistake_every_s, lambda: self._victim().take_for_dead()),
             (profile.pause_every_s, self._pause_one),
             (profile.cut_every_s, self._cut_some),
         ):
@@ -114,10 +118,8 @@ class Faults:
                 return
             fault()
 
-    def _hit_one(self, fault: Callable[[InstanceId], None]) -> None:
-        names = self._crashable()
-        if names:
-            fault(self._world.random.choice(names))
+    def _victim(self) -> Victim:
+        return self._world.random.choice(self._victims())
 
     def _pause_one(self) -> None:
         process = self._world.random.choice(self._processes())
