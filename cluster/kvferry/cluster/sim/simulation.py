@@ -104,7 +104,8 @@ class Simulation:
             self.network,
             profile,
             processes=self._processes,
-            victims=lambda: [self.coordinators, *self.population.victims()],
+            coordinator=self.coordinators,
+            victims=self.population.victims,
         )
         self._is_done = False
 
