@@ -1,5 +1,6 @@
 """A coordinator with its fronts, in one life after another: it is found where it was."""
 
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -8,6 +9,7 @@ from socket import create_server
 import pytest
 from tests.builders import make_info
 
+from kvferry.cluster import coordinator_process
 from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.cluster.coordinator_process import CoordinatorProcess, FrontAddresses, FrontSettings
 from kvferry.cluster.kv_events_publisher import PublisherSettings
@@ -140,6 +142,36 @@ def test_a_stopped_one_does_not_start(live: Live) -> None:
     life.stop()
     with pytest.raises(UnavailableError, match="was stopped"):
         life.start()
+
+
+def test_a_life_stops_when_a_later_one_has_begun_elsewhere(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_process, "CHECK_LIFE_S", 0.01)
+    record = ProcessRecord()
+    paused, later = live(record), live(record)
+    before, after = paused.start(), later.start()
+    assert before.control != after.control
+    client = CoordinatorClient(before.control, None, lambda: record.read(FRONTS)["control"])
+    end_s = time.monotonic() + 10.0
+    while is_running(paused):
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+    assert is_running(later)
+    info = make_info("a", scheme=SCHEME, block_tokens=4)
+    with pytest.raises(UnavailableError):
+        client.call(RegisterInstance(call_id="r", info=info), timeout_s=5)
+    client.call(RegisterInstance(call_id="r", info=info), timeout_s=5)
+    assert list(places(later)) == ["a"]
+    client.close()
+
+
+def is_running(life: CoordinatorProcess) -> bool:
+    try:
+        life.call(Describe())
+    except UnavailableError:
+        return False
+    return True
 
 
 def test_a_client_follows_the_front_to_another_address(live: Live) -> None:

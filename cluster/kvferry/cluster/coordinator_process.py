@@ -1,9 +1,11 @@
 """A coordinator with all its fronts, as a process of its own has it, in one of its lives.
 
 It listens where the life before it did, as far as it can, so that whoever knew it finds it again.
+One that wakes up after a later life has begun stops, so that nobody is left with it.
 """
 
 import functools
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +20,16 @@ from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.control_server import ControlServer
 from kvferry.proto.bind import reachable_address
 from kvferry.proto.credentials import Credentials
-from kvferry.proto.errors import PortTakenError, UnavailableError
+from kvferry.proto.errors import KvferryError, PortTakenError, UnavailableError
+from kvferry.proto.ids import Epoch
 from kvferry.proto.kv_events import HashForm
 from kvferry.proto.messages import Command, Reply
 
+CHECK_LIFE_S = 1.0
+"""How often a life looks whether a later one has begun."""
+
 _S = TypeVar("_S")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +79,13 @@ class CoordinatorProcess:
         self._record = record
         self._fronts = fronts
         self._reach_host = reach_host
-        self._make_core = functools.partial(
-            CoordinatorActor, registry=RecordRegistry(record), **core
-        )
+        self._registry = RecordRegistry(record)
+        self._make_core = functools.partial(CoordinatorActor, registry=self._registry, **core)
         self._lock = threading.Lock()
         self._core: CoordinatorActor | None = None
         self._metrics: MetricsServer | None = None
         self._addresses: FrontAddresses | None = None
-        self._is_stopped = False
+        self._stopped = threading.Event()
 
     def start(self) -> FrontAddresses:
         """Serve, and return where; a repeat changes nothing. If it fails, nothing serves.
@@ -89,7 +95,7 @@ class CoordinatorProcess:
             UnavailableError: it was stopped, or the record cannot be read or written.
         """
         with self._lock:
-            if self._is_stopped:
+            if self._stopped.is_set():
                 raise UnavailableError("the coordinator was stopped")
             if self._addresses is None:
                 try:
@@ -109,7 +115,7 @@ class CoordinatorProcess:
     def stop(self) -> None:
         """Stop everything; repeating is fine."""
         with self._lock:
-            self._is_stopped = True
+            self._stopped.set()
             self._end()
 
     def _start(self) -> FrontAddresses:
@@ -127,7 +133,7 @@ class CoordinatorProcess:
             return listen_again(lambda port: serve(port=port), settings.port, kept.get("control"))
 
         self._core = core = self._make_core()
-        core.start(control, None if settings.kv_events is None else self._outlet)
+        epoch = core.start(control, None if settings.kv_events is None else self._outlet)
         if settings.metrics_port is not None:
             serve = functools.partial(
                 coordinator_front, self.call, bind=settings.bind, insecure=settings.insecure
@@ -140,7 +146,21 @@ class CoordinatorProcess:
             metrics=None if self._metrics is None else self._reachable(self._metrics.address),
         )
         self._record.write(FRONTS, {"control": addresses.control, "metrics": addresses.metrics})
+        threading.Thread(
+            target=self._stop_when_superseded, args=(epoch,), name="kvferry-life", daemon=True
+        ).start()
         return addresses
+
+    def _stop_when_superseded(self, epoch: Epoch) -> None:
+        while not self._stopped.wait(CHECK_LIFE_S):
+            try:
+                last = self._registry.last()
+            except KvferryError as error:
+                _log.warning("nobody tells whether this is the last life: %s", error)
+                continue
+            if last > epoch:
+                _log.error("life %d stops, since life %d has begun", epoch, last)
+                self.stop()
 
     def _outlet(self) -> KvEventsOutlet:
         settings = self._fronts

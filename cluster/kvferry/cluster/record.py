@@ -69,9 +69,17 @@ class RecordRegistry:
         self._write(memory)
         return memory
 
+    def last(self) -> Epoch:
+        """Return the epoch of the last life that has begun, 0 before the first.
+
+        Raises:
+            UnavailableError: as `Record.read`.
+        """
+        return Epoch(self._record.read(LIFE).get("epoch", 0))
+
     def save(self, memory: Memory) -> None:
         """See `Registry.save`. Of two lives at once that save at once, either may be refused."""
-        require_last(memory, Epoch(self._record.read(LIFE).get("epoch", 0)))
+        require_last(memory, self.last())
         self._write(memory)
 
     def _write(self, memory: Memory) -> None:
