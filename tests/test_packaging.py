@@ -37,6 +37,7 @@ SHELLS = {
         "kvferry.worker.reshard_io",
         "kvferry.worker.served",
         "kvferry.worker.service",
+        "kvferry.worker.shared_blocks",
         "kvferry.worker.transfer_client",
         "kvferry.worker.transfer_server",
     ),

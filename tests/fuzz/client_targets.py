@@ -21,12 +21,13 @@ from kvferry.worker import bulk_connection, peer_memory
 from kvferry.worker.block_destination import BlockDestination
 from kvferry.worker.block_io import gather
 from kvferry.worker.bulk_wire import _PREFIX, _TRAILER, proof_of
+from kvferry.worker.fetch_stream import FetchStream
 from kvferry.worker.fetch_terms import FetchTerms, Peer
 from kvferry.worker.frame_wire import encode_envelope, encode_frame
 from kvferry.worker.frames import BulkOffer, Header, Place, Segment, SharedOffer, plan_frames
 from kvferry.worker.source import find_prefix
 from kvferry.worker.stats import StatsCounter
-from kvferry.worker.transfer_client import TransferClient, _Stream
+from kvferry.worker.transfer_client import TransferClient
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import (
     description_from_proto,
@@ -184,7 +185,7 @@ class Receiver:
         session = PullSession(NUM_BLOCKS, self._group.geometry)
         blocks = [BlockId(NUM_BLOCKS - index) for index in range(NUM_BLOCKS)]
         destination = BlockDestination(self._group, blocks)
-        stream = _Stream(self._peer, self._ask, terms, Scripted(messages), 60.0)
+        stream = FetchStream(self._peer, self._ask, terms, Scripted(messages), 60.0)
         counted = StatsCounter().transfer("pulled")
         with ExitStack() as far:
             connect = _connecting(bulk, far)

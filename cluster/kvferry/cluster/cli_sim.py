@@ -111,17 +111,23 @@ def _to_json(
             "failed": report.num_failed,
         },
         "remote_hit_tokens": report.remote_hit_tokens,
+        "stores": {
+            "saves": report.num_saves,
+            "loaded_blocks": report.num_loaded_blocks,
+            "resets": report.num_resets,
+        },
     }
 
 
 def _print(shown: dict[str, Any]) -> None:
     out = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    requests = shown["requests"]
+    requests, stores = shown["requests"], shown["stores"]
     out.print(
         f"{shown['ran']} runs, {shown['num_steps']} steps, {shown['virtual_s']} virtual seconds, "
         f"{shown['num_crashes']} crashes; requests: {requests['right']} right, "
         f"{requests['given_up']} given up, {requests['failed']} failed; "
-        f"{shown['remote_hit_tokens']} tokens came from peers"
+        f"{shown['remote_hit_tokens']} tokens came from peers; stores: {stores['saves']} saves, "
+        f"{stores['loaded_blocks']} blocks loaded, {stores['resets']} resets"
     )
     for violation in shown["violations"]:
         out.print(f"seed {violation['seed']}: {violation['violation']}", markup=False)

@@ -63,7 +63,8 @@ class Reservation:
 
     `block_ids[i]` is None where the instance holds `hashes[i]` already; those holders are `kept`
     in place, so that the prefix is whole when the rest has arrived. `num_resets` are those of the
-    instance when it was made: after another one it is of no use.
+    instance when it was made: after another one it is of no use. `deadline_s`: it ends by itself
+    then, as one whose id was lost on the way must.
     """
 
     group_id: GroupId
@@ -71,6 +72,7 @@ class Reservation:
     block_ids: tuple[BlockId | None, ...]
     kept: tuple[BlockId, ...]
     num_resets: int
+    deadline_s: float
 
 
 class Instance:

@@ -20,7 +20,7 @@ from kvferry.coordinator.resetting import reset_identity
 from kvferry.coordinator.restoring import restore_blocks, restore_requests
 from kvferry.coordinator.state import InstanceEvents, ServiceState
 from kvferry.coordinator.step import apply_step
-from kvferry.coordinator.storing import end_reservation, reserve
+from kvferry.coordinator.storing import end_reservation, expire_reservations, reserve
 from kvferry.proto.errors import (
     BadInputError,
     NotRegisteredError,
@@ -125,7 +125,7 @@ class CoordinatorService:
 
         """
         self.state.moment.now_s = now
-        expired = self.state.expire(now)
+        expired = self.state.expire(now) | expire_reservations(self.state, now)
         reply = self._remembered(command)
         if reply is None:
             reply = Done(changed=expired) if isinstance(command, Tick) else self._run(command, now)
@@ -300,7 +300,7 @@ class CoordinatorService:
             case RestoreRequests():
                 return restore_requests(self.state, instance, command)
             case Reserve():
-                return reserve(self.state, instance, command)
+                return reserve(self.state, instance, command, now=now)
             case EndReservation():
                 return end_reservation(instance, command)
             case Step():

@@ -3,6 +3,7 @@
 Used by the service, the step and the checks; decides no policy.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -34,6 +35,7 @@ COUNTERS = (
     "repeated_loads",
     "loads_ahead",
     "expired_leases",
+    "expired_reservations",
     "handoffs_done",
     "handoffs_failed",
     "handoffs_expired",
@@ -77,6 +79,8 @@ class ServiceState:
         self.leases = LeaseTable(epoch, lease_cap_s)
         self.resets = Counter(resets)
         self.handoffs: dict[RequestId, Handoff] = {}
+        # No reservation can have expired before this moment.
+        self.earliest_reservation_s = math.inf
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._effects: list[Effect] = []
         self._tells_pool_events = tells_pool_events

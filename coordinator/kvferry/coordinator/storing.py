@@ -1,5 +1,7 @@
 """Reservations: destination blocks for content that a client is about to store."""
 
+import math
+
 from kvferry.coordinator.instances import Instance, Reservation
 from kvferry.coordinator.state import ServiceState
 from kvferry.proto.errors import BadInputError, BusyError, NeverFitsError, NotFoundError
@@ -7,8 +9,10 @@ from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, runs_of_reserved
 from kvferry.proto.messages import Done, EndReservation, Reserve, Reserved
 
 
-def reserve(state: ServiceState, instance: Instance, command: Reserve) -> Reserved:
+def reserve(state: ServiceState, instance: Instance, command: Reserve, *, now: float) -> Reserved:
     """Reserve a block for every hash the instance does not hold, and keep those it holds.
+
+    For as long as a lease may live: no call that writes takes longer.
 
     Raises:
         BadInputError: the instance has no such group, or its blocks are no hash blocks of one rank:
@@ -64,17 +68,39 @@ def reserve(state: ServiceState, instance: Instance, command: Reserve) -> Reserv
         block_ids=block_ids,
         kept=tuple(kept),
         num_resets=instance.num_resets,
+        deadline_s=now + state.leases.cap_s,
     )
+    state.earliest_reservation_s = min(state.earliest_reservation_s, now + state.leases.cap_s)
     return Reserved(
         reservation_id=reservation_id, block_ids=block_ids, num_resets=instance.num_resets
     )
+
+
+def expire_reservations(state: ServiceState, now: float) -> bool:
+    """End what is past its deadline, nothing of it findable; tell whether there was anything."""
+    if now < state.earliest_reservation_s:
+        return False
+    num_ended, state.earliest_reservation_s = 0, math.inf
+    for instance in state.instances.values():
+        for reservation_id, reservation in list(instance.reservations.items()):
+            if reservation.deadline_s > now:
+                state.earliest_reservation_s = min(
+                    state.earliest_reservation_s, reservation.deadline_s
+                )
+                continue
+            del instance.reservations[reservation_id]
+            _give_back(instance, reservation)
+            num_ended += 1
+            state.note("reservation_expired", f"{reservation_id} at {instance.info.instance_id}")
+    state.counters["expired_reservations"] += num_ended
+    return num_ended > 0
 
 
 def end_reservation(instance: Instance, command: EndReservation) -> Done:
     """Make what was written findable, unless there was a reset, and give all blocks back.
 
     Raises:
-        NotFoundError: no such reservation at this instance (or it has ended).
+        NotFoundError: no such reservation at this instance, or it has ended or expired.
         BadInputError: `num_written` is more than was reserved.
 
     """
@@ -101,5 +127,10 @@ def end_reservation(instance: Instance, command: EndReservation) -> Done:
             block_tokens=instance.block_tokens,
             origin=instance.manager.groups[reservation.group_id].origin,
         )
-    pool.free_blocks(reversed([*reservation.kept, *reserved]))
+    _give_back(instance, reservation)
     return Done(changed=is_good)
+
+
+def _give_back(instance: Instance, reservation: Reservation) -> None:
+    reserved = [block for block in reservation.block_ids if block is not None]
+    instance.manager.pool.free_blocks(reversed([*reservation.kept, *reserved]))

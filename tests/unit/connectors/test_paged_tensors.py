@@ -1,9 +1,10 @@
 """Where vLLM's backends have the keys and values of a token, said once more in plain loops."""
 
+import numpy as np
 import pytest
 import torch
 
-from kvferry.cluster.connectors.paged_tensors import of_accelerator, of_cpu
+from kvferry.cluster.connectors.paged_tensors import PagedTensors, of_accelerator, of_cpu
 from kvferry.proto.errors import ConfigError
 
 BLOCKS, TOKENS, HEADS, SIZE = 3, 8, 4, 6
@@ -57,3 +58,32 @@ def test_tiles_of_bfloat16_and_gaps_on_a_cpu_are_refused() -> None:
         of_cpu(torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE, dtype=torch.bfloat16), **CUT)
     with pytest.raises(ConfigError, match="an order that is not known"):
         of_cpu(torch.zeros(2 * BLOCKS, HEADS, TOKENS, 2 * SIZE)[::2], **CUT)
+
+
+@pytest.mark.parametrize("method", ["_put_on_host", "_put_on_device"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_ids", [(3, 4, 5), (2, 1, 0), (4, 0, 3)])
+@pytest.mark.parametrize("source_ids", [range(2, 8), range(5, -1, -1), (7, 1, 2, 0, 4, 5)])
+def test_blocks_get_their_tokens_wherever_either_side_has_them(
+    source_ids: range | tuple[int, ...],
+    block_ids: tuple[int, ...],
+    dtype: torch.dtype,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What only a GPU takes is run here with host tensors.
+    monkeypatch.setattr(PagedTensors, "_put_on_host", getattr(PagedTensors, method))
+    values = np.random.default_rng(0).integers(
+        0, 100, (2, 8, TOKENS // 2, HEADS, SIZE * dtype.itemsize), dtype=np.uint8
+    )
+    values.flags.writeable = False
+    tensor = torch.zeros(6, HEADS, TOKENS, 2 * SIZE).to(dtype)
+    layer = of_accelerator(tensor, **CUT)
+    PagedTensors([layer]).write([(values[0], values[1])], source_ids, block_ids)
+    given = torch.from_numpy(values.copy()).view(dtype)
+    for side, blocks in zip(layer, given, strict=True):
+        for index, block_id in enumerate(block_ids):
+            halves = [blocks[source_ids[2 * index + half]] for half in (0, 1)]
+            assert torch.equal(side[block_id].float(), torch.cat(halves).float())
+        for block_id in {*range(6)} - {*block_ids}:
+            assert not side[block_id].float().any()

@@ -1,4 +1,4 @@
-"""Membership, finding, leases, reservations and handoffs, through the service's door."""
+"""Membership, finding, leases and handoffs, through the service's door."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,11 +19,9 @@ from tests.unit.coordinator.fleet import (
 
 from kvferry.proto.errors import (
     BadInputError,
-    BusyError,
     ConfigError,
     IdentityMismatchError,
     MismatchError,
-    NeverFitsError,
     NotFoundError,
     NotRegisteredError,
     SchemeMismatchError,
@@ -224,47 +222,6 @@ def test_a_lease_at_an_unknown_or_foreign_instance_is_refused(fleet: Fleet) -> N
         fleet.lease("x", at="v2")
     with pytest.raises(BadInputError, match="ttl_s"):
         fleet.lease("x", ttl_s=0.0)
-
-
-# --- reservations --------------------------------------------------------------------------------
-
-
-def test_a_reservation_becomes_findable_as_far_as_it_was_written(fleet: Fleet) -> None:
-    fleet.cache("a", "x")
-    reserved = fleet.reserve("a", "xyz")
-    assert reserved.block_ids == (None, 2, 3)
-    # x is kept as well: without it the rest could not be found.
-    assert fleet.num_free("a") == 6
-    assert fleet.locate("xyz")["a"] == 1
-    assert fleet.end_reservation("a", reserved.reservation_id, num_written=2)
-    assert fleet.locate("xyz")["a"] == 2
-    assert fleet.num_free("a") == 9
-    with pytest.raises(NotFoundError, match="reservation"):
-        fleet.end_reservation("a", reserved.reservation_id, num_written=2)
-
-
-def test_reserving_what_is_held_reserves_nothing(fleet: Fleet) -> None:
-    fleet.cache("a", "xy")
-    reserved = fleet.reserve("a", "xy")
-    assert reserved.block_ids == (None, None)
-    fleet.end_reservation("a", reserved.reservation_id, num_written=0)
-    assert fleet.locate("xy")["a"] == 2
-
-
-def test_a_reservation_without_room_is_refused_and_changes_nothing(fleet: Fleet) -> None:
-    fleet.compute("a", admit("r", "xyzw"))
-    with pytest.raises(BusyError, match="needed_blocks=5, free_blocks=4"):
-        fleet.reserve("a", "pqrst")
-    with pytest.raises(NeverFitsError, match="needed_blocks=10, have_blocks=9"):
-        fleet.reserve("a", "0123456789")
-    assert fleet.num_free("a") == 4
-
-
-def test_more_cannot_be_written_than_was_reserved(fleet: Fleet) -> None:
-    reserved = fleet.reserve("a", "xy")
-    with pytest.raises(BadInputError, match="given: 3; allowed: 0 to 2"):
-        fleet.end_reservation("a", reserved.reservation_id, num_written=3)
-    assert fleet.num_free("a") == 7
 
 
 # --- handoffs ------------------------------------------------------------------------------------

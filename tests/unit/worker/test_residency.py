@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.proto.errors import InvariantError
+from kvferry.proto.errors import BusyError, InvariantError
 from kvferry.proto.ids import BlockId, GroupedHash
 from kvferry.worker.residency import Residency
 
@@ -93,6 +93,20 @@ def test_residency_agrees_with_a_plain_map(steps: list[tuple[bool, int, GroupedH
             assert (block is None) == (wanted not in model.values())
             assert block is None or model[block] == wanted
         assert residency.num_blocks() == len(model)
+
+
+def test_a_block_has_no_second_writer_before_the_first_one_is_closed() -> None:
+    residency = Residency(100)
+    residency.mark_written([(A, BlockId(3))])
+    with residency.writing([BlockId(1), BlockId(2)]):
+        with (
+            pytest.raises(BusyError, match="not closed; given: \\[2\\]"),
+            residency.writing([BlockId(2), BlockId(3)]),
+        ):
+            pass
+        assert residency.key_of(BlockId(3)) == A
+    with residency.writing([BlockId(2), BlockId(3)]):
+        assert residency.key_of(BlockId(3)) is None
 
 
 def test_a_reader_never_validates_a_copy_taken_across_a_rewrite() -> None:

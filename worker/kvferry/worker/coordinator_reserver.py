@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvferry.proto.errors import (
+    DeadlineError,
     InvariantError,
     KvferryError,
     NotRegisteredError,
@@ -17,8 +18,8 @@ from kvferry.proto.ids import BlockHash, Epoch, GroupId, Incarnation, InstanceId
 from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved, expect
 from kvferry.worker.reservations import Reservation
 
-END_ATTEMPTS = 4
-END_PAUSE_S = 0.5
+ATTEMPTS = 4
+PAUSE_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class CoordinatorReserver:
                 hashes=tuple(hashes),
                 group_id=group_id,
             )
-            reserved = expect(self._call(command), Reserved)
+            reserved = expect(self._until_answered(command), Reserved)
         except NotRegisteredError as error:
             self.leave()
             self._close()
@@ -118,9 +119,9 @@ class CoordinatorReserver:
     def end(self, reservation_id: LeaseId, num_written: int) -> None:
         """Say that the writer is closed and the first `num_written` hashes are completely here.
 
-        An end that gets lost would keep the blocks reserved, so it is tried `END_ATTEMPTS` times;
-        after that the instance comes back and tells anew what it holds. A coordinator that has
-        begun another life meanwhile will hear of what was written in the same way.
+        Like `reserve`, it is said up to `ATTEMPTS` times; after that the instance comes back and
+        tells anew what it holds. A coordinator that has begun another life meanwhile will hear of
+        what was written in the same way.
 
         Raises:
             StaleError: the identity was reset meanwhile; nothing of it is kept.
@@ -135,7 +136,7 @@ class CoordinatorReserver:
             num_written=num_written,
         )
         try:
-            is_kept = self._until_answered(command).changed
+            is_kept = expect(self._until_answered(command), Done).changed
         except NotRegisteredError:
             self.leave()
             is_kept = True
@@ -148,18 +149,17 @@ class CoordinatorReserver:
         if not is_kept:
             raise StaleError("the identity was reset while this was written", given=reservation_id)
 
-    def _until_answered(self, command: EndReservation) -> Done:
+    def _until_answered(self, command: Reserve | EndReservation) -> Reply:
         # Repeating is safe: the coordinator answers the same call_id with the same reply.
-        for attempts_left in reversed(range(END_ATTEMPTS)):
+        for attempts_left in reversed(range(ATTEMPTS)):
             try:
-                return expect(self._call(command), Done)
-            except KvferryError as error:
-                if not error.retryable or not attempts_left:
+                return self._call(command)
+            except (UnavailableError, DeadlineError) as error:
+                if not attempts_left:
                     raise
-                lease_id = command.reservation_id
-                _log.warning("reservation %s could not be ended yet: %s", lease_id, error)
-                time.sleep(END_PAUSE_S)
-        raise InvariantError("no attempt was made", given=END_ATTEMPTS)
+                _log.warning("%s was not answered yet: %s", command.call_id, error)
+                time.sleep(PAUSE_S)
+        raise InvariantError("no attempt was made", given=ATTEMPTS)
 
     def _open(self) -> Epoch:
         with self._lock:

@@ -8,15 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
+from kvferry.proto.errors import ConfigError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import GroupId
 from kvferry.proto.layout import Layout
 from kvferry.proto.memory_order import Strides, strides_of
 from kvferry.proto.placement import Holding, holdings, shape_of
+from kvferry.worker.arena import HostBytes
 from kvferry.worker.device import Device, DeviceBytes
 from kvferry.worker.dtypes import require_pages
 from kvferry.worker.frames import Geometry
+
+HostLayer = tuple[HostBytes, HostBytes]
+"""Keys and values of a layer in host memory, each [num_blocks, block_tokens, heads, head_bytes]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,22 @@ class GroupMemory:
     strides: Strides
     head_bytes: int
     has_whole_halves: bool
+
+    def host_layers(self) -> list[HostLayer]:
+        """Return keys and values of each layer, where they lie, in whatever memory order.
+
+        Raises:
+            ConfigError: the memory is not the host's.
+        """
+        shape = (self.num_blocks, self.geometry.block_tokens, len(self.heads), self.head_bytes)
+        steps = (self.strides.block_step, self.strides.token_step, self.strides.head_step, 1)
+
+        def view(side: DeviceBytes) -> HostBytes:
+            if not isinstance(side, np.ndarray):
+                raise ConfigError("memory that is not the host's", given=self.device.name)
+            return as_strided(side, shape, steps, writeable=side.flags.writeable)
+
+        return [(view(keys), view(values)) for keys, values in self.sides]
 
 
 class MemoryPlan:

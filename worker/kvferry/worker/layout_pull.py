@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvferry.proto.errors import NotFoundError
-from kvferry.proto.ids import LeaseId
+from kvferry.proto.ids import BlockHash, GroupId, LeaseId
 from kvferry.proto.placement import shape_of
 from kvferry.proto.reshard import Transfer, plan_reshard
 from kvferry.proto.step_messages import Source
@@ -16,7 +16,7 @@ from kvferry.worker.busy_source import PAUSES, Pauses, until_not_busy
 from kvferry.worker.fetch_terms import Fetcher, FetchTerms, Peer
 from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.kv_memory import KvMemory
-from kvferry.worker.part_pull import pull_blocks, pull_part
+from kvferry.worker.part_pull import pull_blocks, pull_part, read_blocks
 from kvferry.worker.pull import (
     BlockRun,
     PartOutcome,
@@ -25,6 +25,7 @@ from kvferry.worker.pull import (
     require_destinations,
 )
 from kvferry.worker.reshard_io import destination_cells
+from kvferry.worker.shared_blocks import SharedBlocks, SharedReader
 
 
 def pull_loads(
@@ -62,6 +63,29 @@ def pull_loads(
     )
 
 
+def read_shared(
+    client: SharedReader,
+    memory: KvMemory,
+    source: Source,
+    read: Callable[[SharedBlocks], None],
+    *,
+    group_id: GroupId,
+    hashes: Sequence[BlockHash],
+    terms: FetchTerms,
+) -> int:
+    """Have `read` copy blocks out of the memory of a source's rank of the same number.
+
+    Returns:
+        how many of the first blocks were copied and held. Less than all where the layouts differ,
+        the memory is not mapped here yet, or something failed; `pull_loads` says what.
+    """
+    if not _is_cut_alike(source, memory):
+        return 0
+    peer = _peer(source, memory, memory.rank)
+    outcome = read_blocks(client, peer, group_id, hashes, read, memory=memory, terms=terms)
+    return outcome.num_in_place
+
+
 @dataclass(slots=True)
 class _Pulling:
     """Pulls one load after the other, until one fails."""
@@ -82,9 +106,9 @@ class _Pulling:
         """Return how many of a load's first blocks are whole on this rank; 0 after one failed."""
         if self.failed is not None:
             return 0
-        own = self.memory.layout
-        if replace(self.source.layout, memory=own.memory) == own:
+        if _is_cut_alike(self.source, self.memory):
             return self._pull_blocks(load)
+        own = self.memory.layout
         start = load.first_block * own.virtual_block_tokens
         plan = plan_reshard(
             self.source.layout,
@@ -101,7 +125,7 @@ class _Pulling:
 
     def _pull_blocks(self, load: GroupLoad) -> int:
         run = BlockRun(group_id=load.group_id, hashes=load.hashes, block_ids=load.block_ids)
-        peer = self._peer(self.memory.rank)
+        peer = _peer(self.source, self.memory, self.memory.rank)
         outcome = self._patiently(
             lambda: pull_blocks(self.client, peer, run, memory=self.memory, terms=self.terms)
         )
@@ -124,7 +148,7 @@ class _Pulling:
             skipped_source_tokens=load.first_source_block * self.source.layout.block_tokens,
             skipped_tokens=skipped_tokens,
         )
-        peer = self._peer(transfer.src_rank)
+        peer = _peer(self.source, self.memory, transfer.src_rank)
         outcome = self._patiently(
             lambda: pull_part(self.client, peer, run, memory=self.memory, terms=self.terms)
         )
@@ -138,11 +162,16 @@ class _Pulling:
         self.outcomes.append(outcome)
         return outcome
 
-    def _peer(self, rank: int) -> Peer:
-        return Peer(
-            address=self.source.rank_addresses[rank],
-            identity=self.memory.identity,
-            layout=self.source.layout,
-            rank=rank,
-            incarnation=self.source.incarnation,
-        )
+
+def _is_cut_alike(source: Source, memory: KvMemory) -> bool:
+    return replace(source.layout, memory=memory.layout.memory) == memory.layout
+
+
+def _peer(source: Source, memory: KvMemory, rank: int) -> Peer:
+    return Peer(
+        address=source.rank_addresses[rank],
+        identity=memory.identity,
+        layout=source.layout,
+        rank=rank,
+        incarnation=source.incarnation,
+    )

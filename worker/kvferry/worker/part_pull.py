@@ -1,8 +1,9 @@
 """Pulling from one rank of another instance: a run of whole blocks, or one transfer of a plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvferry.proto.errors import KvferryError
+from kvferry.proto.ids import BlockHash, GroupId
 from kvferry.worker.block_destination import BlockDestination
 from kvferry.worker.chunks import Chunks
 from kvferry.worker.fetch_terms import CancelledPullError, Fetcher, FetchTerms, Peer
@@ -10,6 +11,7 @@ from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.pull import CANCELLED, BlockRun, PartOutcome, PartRun
 from kvferry.worker.reshard_io import destination_cells, require_cells
 from kvferry.worker.selection import Selection, selection_of
+from kvferry.worker.shared_blocks import SharedBlocks, SharedReader
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import FetchAsk, make_fetch_ask
 
@@ -28,7 +30,7 @@ def pull_blocks(
     """
     group = memory.group(run.group_id)
     session = PullSession(len(run.hashes), group.geometry)
-    ask = _ask(peer, run, terms)
+    ask = _ask(peer, run.group_id, run.hashes, terms)
 
     def fetch() -> None:
         if run.hashes:
@@ -36,6 +38,29 @@ def pull_blocks(
             client.fetch(peer, ask, destination, session, terms)
 
     error, error_type = _error_of(fetch)
+    return _outcome(session, session.num_complete, error, error_type)
+
+
+def read_blocks(
+    client: SharedReader,
+    peer: Peer,
+    group_id: GroupId,
+    hashes: Sequence[BlockHash],
+    read: Callable[[SharedBlocks], None],
+    *,
+    memory: KvMemory,
+    terms: FetchTerms,
+) -> PartOutcome:
+    """Have `read` copy whole blocks out of a peer's memory instead, where that is mapped already.
+
+    Elsewhere nothing is in place and there is no error; otherwise as `pull_blocks`.
+
+    Raises:
+        BadInputError: a group that the memory does not have.
+    """
+    session = PullSession(len(hashes), memory.group(group_id).geometry)
+    ask = _ask(peer, group_id, hashes, terms)
+    error, error_type = _error_of(lambda: client.read_shared(peer, ask, read, session, terms))
     return _outcome(session, session.num_complete, error, error_type)
 
 
@@ -55,7 +80,8 @@ def pull_part(
     session = PullSession(
         chunks.num_chunks, chunks.geometry, last_page_bytes=chunks.last_page_bytes
     )
-    ask = _ask(peer, run, terms, selection_of(transfer, skipped_tokens=run.skipped_source_tokens))
+    selection = selection_of(transfer, skipped_tokens=run.skipped_source_tokens)
+    ask = _ask(peer, run.group_id, run.hashes, terms, selection)
 
     def fetch() -> None:
         client.fetch(peer, ask, chunks, session, terms)
@@ -65,12 +91,16 @@ def pull_part(
 
 
 def _ask(
-    peer: Peer, run: BlockRun | PartRun, terms: FetchTerms, selection: Selection | None = None
+    peer: Peer,
+    group_id: GroupId,
+    hashes: Sequence[BlockHash],
+    terms: FetchTerms,
+    selection: Selection | None = None,
 ) -> FetchAsk:
     return make_fetch_ask(
         peer.identity,
-        run.hashes,
-        group_id=run.group_id,
+        hashes,
+        group_id=group_id,
         lease_id=terms.lease_id,
         incarnation=peer.incarnation,
         selection=selection,

@@ -54,6 +54,11 @@ class PeerMemories:
         ).start()
         return memory
 
+    def is_mapped(self, address: str) -> bool:
+        """Return whether the memory of the peer there, or of an earlier one, is mapped."""
+        with self._lock:
+            return address in self._attached
+
     def close(self) -> None:
         """Let go of all of them; each is unmapped once nobody reads it."""
         with self._lock:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgpack
 
 from kvferry.proto.errors import MismatchError, TransferError
+from kvferry.proto.ids import GroupId
 from kvferry.worker.arena import cut, map_arena, page_aligned
 from kvferry.worker.checksum import KeptChecksums
 from kvferry.worker.destination import Destination
@@ -20,6 +21,7 @@ from kvferry.worker.memory_door import peer_process
 from kvferry.worker.outgoing import OutgoingFrame, Served
 from kvferry.worker.residency import GENERATION_BYTES, Generations, Resident
 from kvferry.worker.served import served_of
+from kvferry.worker.shared_blocks import SharedBlocks
 from kvferry.worker.source import read_frames
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import FetchAsk
@@ -43,14 +45,7 @@ class PeerMemory:
         Raises:
             TransferError: an offer of blocks that the memory does not have.
         """
-        wrong = [block_id for block_id in offer.block_ids if not 0 < block_id < self.num_blocks]
-        if wrong or len(offer.block_ids) != len(offer.generations):
-            raise TransferError(
-                "an offer of blocks that are not there",
-                given=wrong or f"{len(offer.block_ids)} with {len(offer.generations)} generations",
-                allowed=f"1 to {self.num_blocks - 1}",
-            )
-        residents = [*map(Resident, offer.block_ids, offer.generations)]
+        residents = self._residents(offer)
         return served_of(
             self.groups[ask.group_id],
             self.generations,
@@ -59,6 +54,25 @@ class PeerMemory:
             num_asked=len(ask.hashes),
             checksums=KeptChecksums(),
         )
+
+    def blocks(self, offer: SharedOffer, group_id: GroupId, terms: FetchTerms) -> SharedBlocks:
+        """Return the blocks that are offered, to be copied by whoever asked for them.
+
+        Raises:
+            TransferError: as `served`.
+        """
+        residents = self._residents(offer)
+        return SharedBlocks(self.groups[group_id], self.generations, residents, terms)
+
+    def _residents(self, offer: SharedOffer) -> list[Resident]:
+        wrong = [block_id for block_id in offer.block_ids if not 0 < block_id < self.num_blocks]
+        if wrong or len(offer.block_ids) != len(offer.generations):
+            raise TransferError(
+                "an offer of blocks that are not there",
+                given=wrong or f"{len(offer.block_ids)} with {len(offer.generations)} generations",
+                allowed=f"1 to {self.num_blocks - 1}",
+            )
+        return [*map(Resident, offer.block_ids, offer.generations)]
 
 
 def read_shared(served: Served, ask: FetchAsk) -> Iterator[OutgoingFrame]:

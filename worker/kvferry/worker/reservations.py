@@ -56,6 +56,7 @@ def reserving(
 
     Raises:
         InvariantError: the owner gave another number of blocks.
+        BusyError: an earlier writer of one of the blocks is not closed.
         KvferryError: what the reserver raised.
     """
     reservation = reserver.reserve(group_id, hashes)
@@ -67,8 +68,8 @@ def reserving(
                 allowed=len(hashes),
             )
         residency.reset(reservation.num_resets)
-        residency.mark_reused(block for block in reservation.block_ids if block is not None)
-        yield reservation
+        with residency.writing([block for block in reservation.block_ids if block is not None]):
+            yield reservation
     except BaseException:
         try:
             reserver.end(reservation.reservation_id, reservation.num_written)

@@ -8,13 +8,14 @@ The generations lie in memory that other processes of this host may map: they as
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.proto.errors import InvariantError
+from kvferry.proto.errors import BusyError, InvariantError
 from kvferry.proto.ids import NULL_BLOCK, BlockId, GroupedHash
 from kvferry.worker.arena import Arena, HostBytes, open_arena
 
@@ -63,6 +64,7 @@ class Residency:
         self._num_blocks = num_blocks
         self._lock = threading.Lock()
         self._hash_of_block: dict[BlockId, GroupedHash] = {}
+        self._being_written: set[BlockId] = set()
         # The inner dict is an ordered set: the block that came first is found first.
         self._blocks_of_hash: dict[GroupedHash, dict[BlockId, None]] = {}
         num_bytes = GENERATION_BYTES * num_blocks
@@ -108,6 +110,29 @@ class Residency:
                     self._hash_of_block[block_id] = key
                     self._blocks_of_hash.setdefault(key, {})[block_id] = None
                     self._renew(block_id)
+
+    @contextmanager
+    def writing(self, block_ids: Sequence[BlockId]) -> Iterator[None]:
+        """Hold blocks for one writer, from before its first byte until it is closed.
+
+        They hold nothing from then on. The owner of the blocks may think that an earlier writer is
+        closed, because it took too long, while it still writes.
+
+        Raises:
+            BusyError: an earlier writer of one of them is not closed; nothing has changed.
+        """
+        with self._lock:
+            open_ones = self._being_written.intersection(block_ids)
+            if open_ones:
+                raise BusyError("blocks whose last writer is not closed", given=sorted(open_ones))
+            self._being_written.update(block_ids)
+            for block_id in block_ids:
+                self._drop(block_id)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._being_written.difference_update(block_ids)
 
     def mark_reused(self, block_ids: Iterable[BlockId]) -> None:
         """Drop what the blocks hold: they are about to be written into."""

@@ -2,7 +2,8 @@
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,13 +22,13 @@ from kvferry.proto.placement import shape_of
 from kvferry.proto.step_messages import Source
 from kvferry.worker.block_io import scatter
 from kvferry.worker.checksum import KeptChecksums
-from kvferry.worker.fetch_terms import Fetcher
+from kvferry.worker.fetch_terms import Fetcher, FetchTerms
 from kvferry.worker.frames import BULK_FRAME_BYTES, DEFAULT_FRAME_BYTES, Frame, Header, SharedOffer
 from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.heap import keep_freed_memory
 from kvferry.worker.inventory import InventoryPart, inventory_parts
 from kvferry.worker.kv_memory import KvMemory
-from kvferry.worker.layout_pull import pull_loads
+from kvferry.worker.layout_pull import pull_loads, read_shared
 from kvferry.worker.memory_door import MemoryDoor
 from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.paths import ALL_PATHS, Path, this_place
@@ -35,6 +36,7 @@ from kvferry.worker.pull import PullOutcome
 from kvferry.worker.reservations import Reserver
 from kvferry.worker.residency import Residency, Resident
 from kvferry.worker.served import served_of
+from kvferry.worker.shared_blocks import SharedBlocks, SharedReader
 from kvferry.worker.source import find_prefix, read_frames
 from kvferry.worker.stats import StatsCounter, WorkerStats
 from kvferry.worker.store_sink import accept_blocks
@@ -190,15 +192,44 @@ class WorkerService:
         )
         return outcome
 
+    def read_shared(
+        self,
+        *,
+        source: Source,
+        lease_id: LeaseId,
+        group_id: GroupId,
+        hashes: Sequence[BlockHash],
+        read: Callable[[SharedBlocks], None],
+        timeout_s: float,
+        cancel: threading.Event,
+    ) -> int:
+        """Have `read` copy this rank's part of blocks straight out of a source's memory.
+
+        That goes where an earlier `pull` has mapped it, and it has this rank's layout. Nothing
+        becomes resident here. Never raises for a peer's failure.
+
+        Returns:
+            how many of the first blocks `read` has copied rightly; the others may be pulled, which
+            says why they were not.
+
+        Raises:
+            BadInputError: no such group.
+        """
+        if not isinstance(self._fetcher, SharedReader):
+            return 0
+        terms = FetchTerms(lease_id=lease_id, end_s=time.monotonic() + timeout_s, cancel=cancel)
+        num_read = read_shared(
+            self._fetcher, self.memory, source, read, group_id=group_id, hashes=hashes, terms=terms
+        )
+        self.counter.add(num_blocks_pulled=num_read)
+        return num_read
+
     def describe(self) -> WorkerDescription:
         """Say who this worker is."""
         return WorkerDescription(
             incarnation=self.incarnation,
             identity=self.identity,
-            geometry_of_group={
-                GroupId(group_id): group.geometry
-                for group_id, group in enumerate(self.memory.groups)
-            },
+            geometry_of_group={GroupId(i): g.geometry for i, g in enumerate(self.memory.groups)},
             num_resident_blocks=self.residency.num_blocks(),
             pid=os.getpid(),
         )

@@ -1,12 +1,10 @@
 """Calls to other workers: describe, fetch by whichever path is best, store, take."""
 
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Protocol
 
 import grpc
 
@@ -28,23 +26,23 @@ from kvferry.worker.bulk_connection import connected
 from kvferry.worker.bulk_wire import receive_frames
 from kvferry.worker.checksum import frame_checksum, segment_checksums
 from kvferry.worker.destination import Destination
+from kvferry.worker.fetch_stream import FetchStream
 from kvferry.worker.fetch_terms import CancelledPullError, FetchTerms, Peer
 from kvferry.worker.frame_wire import encode_frame
-from kvferry.worker.frames import BulkOffer, Frame, Header, SharedOffer, places_of, plan_frames
+from kvferry.worker.frames import BulkOffer, Header, SharedOffer, places_of, plan_frames
 from kvferry.worker.grpc_channels import Channels
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.paths import ALL_PATHS, Path, this_place
 from kvferry.worker.peer_memories import PeerMemories
-from kvferry.worker.peer_memory import copy_frames, read_shared
+from kvferry.worker.peer_memory import PeerMemory, copy_frames, read_shared
 from kvferry.worker.pull import CANCELLED, BlockRun, receive, require_destinations
-from kvferry.worker.stall_watch import StallWatch
+from kvferry.worker.shared_blocks import SharedBlocks
 from kvferry.worker.stats import CountedTransfer, StatsCounter
 from kvferry.worker.take_wire import make_take_ask, take_ask_to_proto
 from kvferry.worker.transfer_session import PullSession
 from kvferry.worker.transfer_wire import (
     FetchAsk,
     WorkerDescription,
-    decode_reply,
     description_from_proto,
     encode_store_header,
     fetch_ask_to_proto,
@@ -52,8 +50,6 @@ from kvferry.worker.transfer_wire import (
 )
 from kvferry.worker.unusable_paths import PathUnusableError, UnusablePaths
 
-# How long a cancelled pull may go on waiting for the network.
-CANCEL_POLL_S = 0.02
 # A source that is alive sends something far sooner; one that is frozen keeps its connection.
 STALL_TIMEOUT_S = 5.0
 
@@ -125,16 +121,57 @@ class TransferClient:
                 DeadlineError.
             CancelledPullError: the caller gave it up.
         """
+
+        def receive_from(stream: FetchStream, counted: CountedTransfer) -> None:
+            self._receive(stream, destination, session, counted)
+
         while True:
             paths = self._paths.usable(peer.address)
             tried = replace(ask, paths=paths, place=this_place() if "shm" in paths else "")
             try:
-                self._fetch(peer, tried, destination, session, terms)
+                self._fetch(peer, tried, session, terms, receive_from)
             except PathUnusableError as unusable:
                 # Nothing has been received yet, so the session is as it was.
                 self._paths.avoid(peer.address, unusable)
             else:
                 return
+
+    def read_shared(
+        self,
+        peer: Peer,
+        ask: FetchAsk,
+        read: Callable[[SharedBlocks], None],
+        session: PullSession,
+        terms: FetchTerms,
+    ) -> None:
+        """Have `read` copy blocks out of a peer's memory; what it copied and still held counts.
+
+        Only where that memory is mapped here already, by an earlier `fetch`. Other peers are asked
+        nothing, and the session stays as it is.
+
+        Raises:
+            NotFoundError, KvferryError, CancelledPullError: as `fetch`.
+        """
+
+        def receive_from(stream: FetchStream, counted: CountedTransfer) -> None:
+            header = stream.next()
+            if not isinstance(header, Header) or not isinstance(header.offer, SharedOffer):
+                raise TransferError("blocks are not offered in the memory that is mapped")
+            memory = self._memory(stream, header.offer, counted)
+            blocks = memory.blocks(header.offer, ask.group_id, terms)
+            _require_announced(len(blocks.block_ids), header)
+            session.open(header)
+            read(blocks)
+            for segments in plan_frames(blocks.num_held(), header.geometry):
+                session.placed(segments)
+            session.close()
+
+        if self._memories.is_mapped(peer.address):
+            try:
+                asked = replace(ask, paths=("shm",), place=this_place())
+                self._fetch(peer, asked, session, terms, receive_from)
+            except PathUnusableError as unusable:
+                self._paths.avoid(peer.address, unusable)
 
     def store(
         self,
@@ -222,14 +259,14 @@ class TransferClient:
         self,
         peer: Peer,
         ask: FetchAsk,
-        destination: Destination,
         session: PullSession,
         terms: FetchTerms,
+        receive_from: Callable[[FetchStream, CountedTransfer], None],
     ) -> None:
         with self._counter.transfer("pulled") as counted:
             try:
                 with self._stream(peer, ask, terms) as stream:
-                    self._receive(stream, destination, session, counted)
+                    receive_from(stream, counted)
             except CancelledPullError:
                 counted.failed(CANCELLED)
                 raise
@@ -244,22 +281,16 @@ class TransferClient:
 
     def _receive(
         self,
-        stream: "_Stream",
+        stream: FetchStream,
         destination: Destination,
         session: PullSession,
         counted: CountedTransfer,
     ) -> None:
         first = stream.next()
         if isinstance(first, Header) and isinstance(first.offer, SharedOffer):
-            counted.over("shm")
-            memory = self._memories.of(stream.peer, first.offer.socket, stream.terms)
+            memory = self._memory(stream, first.offer, counted)
             served = memory.served(first.offer, stream.ask)
-            if served.num_found != first.num_found:
-                raise TransferError(
-                    "an offer of other blocks than are announced",
-                    given=served.num_found,
-                    allowed=first.num_found,
-                )
+            _require_announced(served.num_found, first)
             session.open(first)
             copy_frames(read_shared(served, stream.ask), session, destination, stream.terms)
             session.close()
@@ -277,8 +308,14 @@ class TransferClient:
             messages = chain([] if first is None else [first], stream)
             receive(messages, session, lambda one: destination.write(one.segments, one.payload))
 
+    def _memory(
+        self, stream: FetchStream, offer: SharedOffer, counted: CountedTransfer
+    ) -> PeerMemory:
+        counted.over("shm")
+        return self._memories.of(stream.peer, offer.socket, stream.terms)
+
     @contextmanager
-    def _stream(self, peer: Peer, ask: FetchAsk, terms: FetchTerms) -> Iterator["_Stream"]:
+    def _stream(self, peer: Peer, ask: FetchAsk, terms: FetchTerms) -> Iterator[FetchStream]:
         left_s = terms.require_s()
         with self._channels.lend(peer.address) as channel:
             fetch: grpc.UnaryStreamMultiCallable[transfer_pb2.FetchRequest, bytes]
@@ -286,7 +323,7 @@ class TransferClient:
                 FETCH_METHOD, request_serializer=transfer_pb2.FetchRequest.SerializeToString
             )
             call = fetch(fetch_ask_to_proto(ask), timeout=min(left_s, MAX_CALL_S))
-            stream = _Stream(peer, ask, terms, call, self._stall_s)
+            stream = FetchStream(peer, ask, terms, call, self._stall_s)
             try:
                 with stream.watch:
                     yield stream
@@ -304,72 +341,18 @@ class TransferClient:
                 call.cancel()
 
 
-class _Call(Protocol):
-    """A call under way; gRPC's types have no name for it."""
-
-    def __iter__(self) -> Iterator[bytes]: ...
-
-    def cancel(self) -> object: ...
-
-
-class _Stream:
-    """A Fetch under way: its messages, and what ends it from outside."""
-
-    def __init__(
-        self,
-        peer: Peer,
-        ask: FetchAsk,
-        terms: FetchTerms,
-        call: "_Call",
-        stall_s: float,
-    ) -> None:
-        self.peer = peer
-        self.ask = ask
-        self.terms = terms
-        self._call = call
-        self._lock = threading.Lock()
-        self._is_stopped = False
-        self._also_stop: list[Callable[[], object]] = []
-        self.watch = StallWatch(
-            self._stop,
-            stall_s=stall_s,
-            poll_s=CANCEL_POLL_S,
-            end_s=terms.end_s,
-            cancel=terms.cancel,
+def _require_announced(num_offered: int, header: Header) -> None:
+    if num_offered != header.num_found:
+        raise TransferError(
+            "an offer of other blocks than are announced",
+            given=num_offered,
+            allowed=header.num_found,
         )
-
-    def __iter__(self) -> Iterator[Header | Frame]:
-        for message in self._call:
-            self.terms.require_wanted()
-            self.watch.moved()
-            yield decode_reply(message)
-            # Placing it was our own time.
-            self.watch.moved()
-
-    def next(self) -> Header | Frame | None:
-        """Return the next message, None at the end."""
-        return next(iter(self), None)
-
-    def also_stop(self, stop: Callable[[], object]) -> None:
-        """Call `stop` too when the stream is ended from outside; at once if it has been."""
-        with self._lock:
-            self._also_stop.append(stop)
-            is_late = self._is_stopped
-        if is_late:
-            stop()
-
-    def _stop(self) -> None:
-        self._call.cancel()
-        with self._lock:
-            self._is_stopped = True
-            stops = list(self._also_stop)
-        for stop in stops:
-            stop()
 
 
 def _receive_bulk(
     bulk: AbstractContextManager[socket.socket],
-    stream: _Stream,
+    stream: FetchStream,
     header: Header,
     destination: Destination,
     session: PullSession,

@@ -128,6 +128,7 @@ class Loader:
             with self._store.lease(
                 self._link.facts.identity, hashes, holder.source.instance_id, loading.left_s()
             ) as lease:
+                self._read(loading, lease, holder.source)
                 self._pull(loading, lease, holder.source)
                 if loading.num_done > num_before and not lease.has_lasted():
                     loading.num_done = num_before
@@ -135,10 +136,24 @@ class Loader:
         except KvferryError as error:
             _log.warning("%s gave nothing: %s", holder.source.instance_id, error)
 
+    def _read(self, loading: "_Loading", lease: Lease, source: Source) -> None:
+        """Copy straight out of the holder's memory what can be; the rest is pulled."""
+        first, end = loading.next_block, self._end_block(loading, lease)
+        if first < end:
+            loading.unused()
+            loading.num_done += self._link.read(
+                loading.order.chain[first:end],
+                first,
+                lease.source or source,
+                loading.order.blocks,
+                timeout_s=loading.left_s(),
+                cancel=loading.cancel,
+            )
+
     def _pull(self, loading: "_Loading", lease: Lease, source: Source) -> None:
         """Pull into one tray while the engine's memory is filled from the other."""
         unit = self._link.facts.hashes_per_block
-        end_block = min(loading.order.end_block, lease.num_blocks // unit * unit)
+        end_block = self._end_block(loading, lease)
         first, tray = loading.next_block, 0
         with closing(_InTurn(self._placer)) as placing:
             while first < end_block:
@@ -165,6 +180,10 @@ class Loader:
                     )
                     return
                 first, tray = first + arrived, 1 - tray
+
+    def _end_block(self, loading: "_Loading", lease: Lease) -> int:
+        unit = self._link.facts.hashes_per_block
+        return min(loading.order.end_block, lease.num_blocks // unit * unit)
 
     def _place(self, loading: "_Loading", num_blocks: int, first_block: int, tray: int) -> None:
         loading.unused()

@@ -3,13 +3,20 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvferry.proto.errors import ConfigError
+from kvferry.worker.arena import HostBytes
 from kvferry.worker.device import open_device
+from kvferry.worker.group_memory import HostLayer
 
 PagedLayer = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer, each [num_blocks, block_tokens, heads, head_size]."""
+
+
+_NUMBER_OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PagedTensors:
@@ -54,19 +61,39 @@ class PagedTensors:
                     target.copy_(tokens[first_token:end].reshape(target.shape))
 
     @torch.no_grad()
-    def write(self, source: Sequence[torch.Tensor], block_ids: Sequence[int]) -> None:
+    def write(
+        self, source: Sequence[HostLayer], source_ids: Sequence[int], block_ids: Sequence[int]
+    ) -> None:
         """Overwrite whole blocks with the same tokens in blocks of another size.
 
         Args:
-            source: per layer [2 (K, V), blocks, tokens, heads, head_size].
+            source: this rank's layers in memory of the host.
+            source_ids: blocks of it, in the sequence's order.
             block_ids: the engine's blocks, as many as the tokens fill.
         """
+        chosen = _index(source_ids)
+        put = self._put_on_host if self._on.type == "cpu" else self._put_on_device
         with self._copies():
-            ids = torch.tensor(block_ids, device=self._on)
             for layer, given in zip(self.layers, source, strict=True):
-                for side, tokens in zip(layer, given, strict=True):
-                    shape = (len(block_ids), *side.shape[1:])
-                    side.index_copy_(0, ids, tokens.reshape(shape).to(self._on))
+                for side, blocks in zip(layer, given, strict=True):
+                    put(side, block_ids, blocks[chosen])
+
+    def _put_on_host(self, side: torch.Tensor, block_ids: Sequence[int], blocks: HostBytes) -> None:
+        """Copy once, in this thread and without the interpreter's lock."""
+        # To numpy the values are whole numbers of their size: it does not know all of torch's.
+        number = _NUMBER_OF_BYTES[self.dtype.itemsize]
+        values = blocks.view(np.dtype(f"i{self.dtype.itemsize}"))
+        shape = (side.shape[0], -1, *values.shape[1:])
+        parts = side.view(number).view(shape).numpy()
+        parts[_index(block_ids)] = values.reshape(len(block_ids), *parts.shape[1:])
+
+    def _put_on_device(
+        self, side: torch.Tensor, block_ids: Sequence[int], blocks: HostBytes
+    ) -> None:
+        # Memory of others cannot be written, and torch wants no such array.
+        host = torch.from_numpy(np.require(blocks, requirements=("C", "W"))).view(self.dtype)
+        tokens = host.reshape(len(block_ids), *side.shape[1:]).to(self._on)
+        side.index_copy_(0, torch.tensor(block_ids, device=self._on), tokens)
 
     def queued(self) -> Callable[[], None]:
         """Return what waits until the work that the calling thread has queued so far is done."""
@@ -74,6 +101,19 @@ class PagedTensors:
 
     def _copies(self) -> AbstractContextManager[None]:
         return self._device.copies()
+
+
+def _index(ids: Sequence[int]) -> slice | npt.NDArray[np.int64]:
+    """Return what takes the items of these numbers out of an array.
+
+    Blocks handed out at once mostly lie one after the other, or backwards where those of a freed
+    request are used again. As a slice they are copied at once, otherwise one by one.
+    """
+    step = 1 if ids[0] <= ids[-1] else -1
+    end = ids[-1] + step
+    if list(ids) == list(range(ids[0], end, step)):
+        return slice(ids[0], end if end >= 0 else None, step)
+    return np.array(ids, dtype=np.int64)
 
 
 def of_accelerator(

@@ -17,9 +17,11 @@ from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, LeaseId
 from kvferry.proto.step_messages import Source
 from kvferry.worker.device import open_device
 from kvferry.worker.group_load import group_load
+from kvferry.worker.group_memory import HostLayer
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.pull import PullOutcome
 from kvferry.worker.service import WorkerService
+from kvferry.worker.shared_blocks import SharedBlocks
 
 NO_LEASE = LeaseId("")
 
@@ -70,6 +72,7 @@ class RankLink:
         )
         _require_fit(memory, tensors, facts)
         self._memory = memory
+        self._layers = memory.groups[FIRST_GROUP].host_layers()
         self._service = WorkerService(
             incarnation=facts.incarnation, memory=memory, credentials=credentials
         )
@@ -134,22 +137,68 @@ class RankLink:
             source=source, lease_id=NO_LEASE, loads=[load], timeout_s=timeout_s, cancel=cancel
         )
 
+    def read(
+        self,
+        hashes: Sequence[BlockHash],
+        first_block: int,
+        source: Source,
+        blocks: EngineBlocks,
+        *,
+        timeout_s: float,
+        cancel: threading.Event,
+    ) -> int:
+        """Copy hash blocks, whole blocks of the engine, straight out of a source's memory.
+
+        Returns:
+            how many of the first are verified and in their places; the places of the others may
+            hold anything. Less than all where the memory is not mapped here yet, or is shared out
+            otherwise, or something failed: `pull` says what.
+        """
+        unit = self.facts.hashes_per_block
+
+        def copy(shared: SharedBlocks) -> None:
+            layers = shared.memory.host_layers()
+            whole = len(shared.block_ids) // unit * unit
+            for first in range(0, whole, self.num_tray_slots):
+                shared.terms.require_s()
+                ids = shared.block_ids[first : min(first + self.num_tray_slots, whole)]
+                self._write(layers, ids, first_block + first, blocks)
+
+        num_read = self._service.read_shared(
+            source=source,
+            lease_id=NO_LEASE,
+            group_id=FIRST_GROUP,
+            hashes=hashes,
+            read=copy,
+            timeout_s=timeout_s,
+            cancel=cancel,
+        )
+        return num_read // unit * unit
+
     def take_out(
         self, num_blocks: int, first_block: int, blocks: EngineBlocks, *, tray: int
     ) -> None:
         """Copy the first hash blocks of a tray, whole blocks of the engine, to their places."""
-        begin = self._local(first_block * self.facts.hash_block_tokens)
-        count = num_blocks * self._memory.layout.block_tokens // self._tensors.block_tokens
-        skipped = begin // self._tensors.block_tokens - blocks.first
         first_slot = self._first_slot(tray)
-        self._tensors.write(
-            [layer[:, first_slot : first_slot + num_blocks] for layer in self._memory.layers],
-            blocks.ids[skipped : skipped + count],
-        )
+        slots = range(first_slot, first_slot + num_blocks)
+        self._write(self._layers, slots, first_block, blocks)
 
     def stop(self) -> None:
         """Stop serving and pulling. Repeating is fine."""
         self._service.stop()
+
+    def _write(
+        self,
+        layers: Sequence[HostLayer],
+        ids: Sequence[int],
+        first_block: int,
+        blocks: EngineBlocks,
+    ) -> None:
+        """Copy hash blocks that lie at `ids`, whole blocks of the engine, to their places."""
+        begin = self._local(first_block * self.facts.hash_block_tokens)
+        count = len(ids) * self._memory.layout.block_tokens // self._tensors.block_tokens
+        skipped = begin // self._tensors.block_tokens - blocks.first
+        self._tensors.write(layers, ids, blocks.ids[skipped : skipped + count])
 
     def _first_slot(self, tray: int) -> int:
         return 1 + self.num_slots + tray * self.num_tray_slots

@@ -20,6 +20,7 @@ MODULES = (
     "kvferry.cluster.serving.legs",
     "kvferry.cluster.serving.router",
     "kvferry.worker.busy_source",
+    "kvferry.worker.coordinator_reserver",
     "kvferry.worker.fetch_terms",
     "kvferry.worker.layout_pull",
     "kvferry.worker.stats",

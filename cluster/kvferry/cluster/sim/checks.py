@@ -4,42 +4,42 @@ from collections.abc import Mapping, Sequence
 from random import Random
 
 from kvferry.cluster.sim.content import KnownContent
-from kvferry.cluster.sim.instances import Instance
+from kvferry.cluster.sim.members import Member
 from kvferry.coordinator.service import CoordinatorService
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import InstanceId, unpack_group
 
 
 def check_residency(
-    service: CoordinatorService, instance: Instance, known: KnownContent, random: Random
+    service: CoordinatorService, life: Member, known: KnownContent, random: Random
 ) -> None:
-    """Findable means written: what the coordinator finds at an instance, its worker holds.
+    """Findable means written: what the coordinator finds at a member, its worker holds.
 
-    Of one block the bytes are looked at, too.
+    Of one block of an instance that computes the bytes are looked at, too.
 
     Raises:
         InvariantError: naming the block.
     """
-    member = service.state.instances.get(instance.plan.instance_id)
-    if member is None or member.info.incarnation != instance.incarnation:
+    member = service.state.instances.get(life.plan.instance_id)
+    if member is None or member.info.incarnation != life.incarnation:
         return
     found = list(member.manager.pool.index_items())
-    residency = instance.worker.residency
+    residency = life.worker.residency
     for key, block_ids in found:
         for block_id in block_ids:
             if residency.key_of(block_id) != key:
                 raise InvariantError(
-                    f"{instance.plan.instance_id}: block {block_id} is findable and not resident",
+                    f"{life.plan.instance_id}: block {block_id} is findable and not resident",
                     given=residency.key_of(block_id),
                     allowed=key,
                 )
-    if found:
+    if found and life.plan.role != "store":
         key, block_ids = random.choice(found)
         block_hash, _ = unpack_group(key)
-        known.require(instance.model.layers, random.choice(block_ids), block_hash)
+        known.require(life.layers, random.choice(block_ids), block_hash)
 
 
-def check_rest(service: CoordinatorService, lives: Mapping[InstanceId, Instance]) -> None:
+def check_rest(service: CoordinatorService, lives: Mapping[InstanceId, Member]) -> None:
     """Nothing is held once everything has ended.
 
     Raises:

@@ -26,6 +26,9 @@ class Report:
     num_given_up: int = 0
     num_failed: int = 0
     num_crashes: int = 0
+    num_saves: int = 0
+    num_resets: int = 0
+    num_loaded_blocks: int = 0
     remote_hit_tokens: int = 0
     virtual_s: float = 0.0
     violations: list[dict[str, Any]] = field(default_factory=list)
@@ -38,6 +41,9 @@ class Report:
         self.num_given_up += result["num_given_up"]
         self.num_failed += len(result["failures"])
         self.num_crashes += result["num_crashes"]
+        self.num_saves += result["num_saves"]
+        self.num_resets += result["num_resets"]
+        self.num_loaded_blocks += result["num_loaded_blocks"]
         self.remote_hit_tokens += result["remote_hit_tokens"]
         self.virtual_s += result["virtual_s"]
         if result["violation"] is not None:

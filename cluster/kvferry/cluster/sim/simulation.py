@@ -1,10 +1,10 @@
-"""One simulated service: coordinator, instances, router, workload and faults, from one seed."""
+"""One simulated service: coordinator, members, router, workload and faults, from one seed."""
 
 import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvferry.cluster.serving.legs import EngineLink
 from kvferry.cluster.serving.router import Router, RouterSettings
@@ -12,9 +12,10 @@ from kvferry.cluster.sim.blocking import simulated
 from kvferry.cluster.sim.checks import check_residency, check_rest
 from kvferry.cluster.sim.content import KnownContent
 from kvferry.cluster.sim.faults import Faults, Profile
-from kvferry.cluster.sim.fetching import FetchClient, Served
-from kvferry.cluster.sim.instances import Instance, InstancePlan, identity_of
+from kvferry.cluster.sim.instances import Instance
+from kvferry.cluster.sim.members import identity_of
 from kvferry.cluster.sim.network import Network
+from kvferry.cluster.sim.population import LARGEST_BLOCK_HASHES, MAX_MODEL_LEN, Population
 from kvferry.cluster.sim.routing import (
     AsyncCalls,
     AsyncCoordinator,
@@ -22,22 +23,20 @@ from kvferry.cluster.sim.routing import (
     VirtualLoop,
     run_in_loop,
 )
-from kvferry.cluster.sim.workload import Outcomes, Workload
+from kvferry.cluster.sim.workload import Workload
 from kvferry.cluster.sim.world import Process, Task, World
 from kvferry.coordinator.service import CoordinatorService
-from kvferry.proto.errors import InvariantError, StaleError
+from kvferry.proto.errors import InvariantError
 from kvferry.proto.hashing import make_scheme
-from kvferry.proto.ids import Epoch, Incarnation, InstanceId
-from kvferry.proto.messages import Command, Reply, Role, Tick
+from kvferry.proto.ids import Epoch
+from kvferry.proto.messages import Command, Reply, Tick
 
 HASH_BLOCK_TOKENS = 4
-MAX_MODEL_LEN = 64
 TICK_S = 0.5
 LEASE_CAP_S = 30.0
 STEP_LEASE_S = 15.0
 REQUEST_TIMEOUT_S = 60.0
 HANDOFF_TTL_S = 10.0
-RESTART_S = 0.5
 QUIET_S = 400.0
 """So long everything may take to come to its end once nothing goes wrong any more."""
 
@@ -56,6 +55,9 @@ class Result:
     num_given_up: int
     failures: list[str]
     remote_hit_tokens: int
+    num_saves: int
+    num_resets: int
+    num_loaded_blocks: int
     num_crashes: int
     violation: str | None
 
@@ -71,12 +73,11 @@ class Simulation:
     def __init__(self, seed: int, profile: Profile) -> None:
         self.world = World(seed)
         self.network = Network(self.world)
-        self.num_crashes = 0
-        random = self.world.random
-        self._profile = profile
         self._scheme = make_scheme(hash_block_tokens=HASH_BLOCK_TOKENS)
         self._known = KnownContent(self._scheme)
         self._coordinator = Process("coordinator")
+        self._router_process = Process("router")
+        self._operator = Process("operator")
         self._service = CoordinatorService(
             scheme=self._scheme,
             epoch=Epoch(1),
@@ -84,17 +85,20 @@ class Simulation:
             step_lease_s=STEP_LEASE_S,
             check_invariants=True,
         )
-        self._router_process = Process("router")
-        self._operator = Process("operator")
-        self._served: dict[str, Served] = {}
-        self._lives: dict[InstanceId, Instance] = {}
-        self._plans = {plan.instance_id: plan for plan in self._draw_plans()}
-        self._incarnations = dict.fromkeys(self._plans, 0)
-        self._workload = Workload(
-            random,
+        self.population = Population(
+            self.network,
+            self._scheme,
+            coordinator=self._coordinator,
+            handle=self._handle,
+            operator=self._operator,
+            clock_skew=profile.clock_skew,
+            told=self._tell_router,
+        )
+        self.workload = Workload(
+            self.world.random,
             self._known,
             max_model_len=MAX_MODEL_LEN,
-            block_tokens=2 * HASH_BLOCK_TOKENS,
+            block_tokens=LARGEST_BLOCK_HASHES * HASH_BLOCK_TOKENS,
             pause_s=PAUSE_S,
         )
         self._loop: VirtualLoop | None = None
@@ -103,16 +107,11 @@ class Simulation:
             self.network,
             profile,
             processes=self._processes,
-            crash=self._crash,
-            take_for_dead=self._take_for_dead,
-            crashable=lambda: list(self._lives),
+            crash=self.population.crash,
+            take_for_dead=self.population.take_for_dead,
+            crashable=lambda: list(self.population.lives),
         )
         self._is_done = False
-
-    @property
-    def outcomes(self) -> Outcomes:
-        """How requests ended so far."""
-        return self._workload.outcomes
 
     def run(self, num_steps: int) -> None:
         """Let things go wrong for so many steps; then all must come to a good end.
@@ -122,25 +121,26 @@ class Simulation:
         """
         world = self.world
         world.spawn(self._tick, self._coordinator)
-        for instance_id in self._plans:
-            world.spawn(lambda name=instance_id: self._start(name), self._operator)  # type: ignore[misc]
+        world.spawn(self.population.start, self._operator)
         world.spawn(self._route, self._router_process)
         world.spawn(self._faults.start, self._operator)
         world.after_step = self._check
         world.run(num_steps)
         self._faults.stop()
-        self._workload.is_over = True
+        self.workload.is_over = True
+        for client in self.population.clients:
+            client.is_over = True
         end_s = world.now_s + QUIET_S
         world.run(until=lambda: self._is_done or world.now_s > end_s)
         if not self._is_done:
             raise InvariantError(
                 "something did not come to its end though nothing went wrong any more",
-                given=sorted(self.outcomes.in_flight),
+                given=sorted(self.workload.outcomes.in_flight),
                 allowed=f"{QUIET_S:g} s",
             )
         rest_s = world.now_s + LEASE_CAP_S + 1.0
         world.run(until=lambda: world.now_s > rest_s)
-        check_rest(self._service, self._lives)
+        check_rest(self._service, self.population.lives)
 
     # --- processes ---------------------------------------------------------------------------
 
@@ -153,58 +153,14 @@ class Simulation:
             self.world.sleep(TICK_S)
             self._handle(Tick())
 
-    def _start(self, instance_id: InstanceId) -> None:
-        """Start the next life of an instance, in the operator's process."""
-        self._incarnations[instance_id] += 1
-        incarnation = Incarnation(self._incarnations[instance_id])
-        random, skew = self.world.random, self._profile.clock_skew
-        process = Process(
-            f"{instance_id}:{incarnation}",
-            clock_offset_s=1000.0 * random.random(),
-            clock_rate=1.0 + skew * (2 * random.random() - 1),
-        )
-        fetcher = FetchClient(
-            self.network,
-            self._served,
-            frame_bytes=random.choice([16, 64, 100, 4096]),
-            shared=0.5,
-        )
-        instance = Instance(
-            self.network,
-            self._plans[instance_id],
-            incarnation,
-            process,
-            fetcher=fetcher,
-            coordinator=self._handle,
-            coordinator_process=self._coordinator,
-        )
-        self._lives[instance_id] = instance
-        self._served[instance.address] = instance.served
-        self.world.spawn(lambda: self._join(instance), process)
-
-    def _join(self, instance: Instance) -> None:
-        try:
-            instance.join()
-            self.world.spawn(lambda: self._tell_router(instance), self._router_process)
-            instance.watch()
-        except StaleError:
-            pass  # a later life was faster
-        self.world.spawn(lambda: self._end(instance), self._operator)
-
-    def _end(self, instance: Instance) -> None:
-        """End a life, as it stands; the next one begins unless it has already."""
-        self.world.kill(instance.process)
-        if self._lives.get(instance.plan.instance_id) is instance:
-            del self._lives[instance.plan.instance_id]
-            self.world.spawn(
-                lambda: self._start(instance.plan.instance_id), self._operator, after_s=RESTART_S
-            )
+    def _processes(self) -> list[Process]:
+        lives = [*self.population.lives.values(), *self.population.clients]
+        return [self._coordinator, *(life.process for life in lives)]
 
     def _tell_router(self, instance: Instance) -> None:
         while self._router is None or self._loop is None:
             self.world.sleep(0.01)
-        is_current = self._lives.get(instance.plan.instance_id) is instance
-        if not is_current or self._loop.is_closed():
+        if not self.population.is_current(instance) or self._loop.is_closed():
             return
         calls = AsyncCalls(self.network, self._loop, self._router_process)
         link = EngineLink(
@@ -213,18 +169,6 @@ class Simulation:
             incarnation=instance.incarnation,
         )
         self._loop.call_soon_threadsafe(self._router.join, instance.plan.instance_id, link)
-
-    def _crash(self, instance_id: InstanceId) -> None:
-        self.num_crashes += 1
-        self._end(self._lives[instance_id])
-
-    def _take_for_dead(self, instance_id: InstanceId) -> None:
-        """Begin the next life of an instance while the last one goes on."""
-        del self._lives[instance_id]
-        self._start(instance_id)
-
-    def _processes(self) -> list[Process]:
-        return [self._coordinator, *(instance.process for instance in self._lives.values())]
 
     def _route(self) -> None:
         self._loop = VirtualLoop(self.world)
@@ -236,7 +180,7 @@ class Simulation:
         self._router = Router(
             coordinator=AsyncCoordinator(calls, self._coordinator, self._handle),
             engines={},
-            identity_digest=next(iter(self._plans.values())).identity.digest(),
+            identity_digest=identity_of("inside").digest(),
             scheme=self._scheme,
             settings=RouterSettings(
                 request_timeout_s=REQUEST_TIMEOUT_S,
@@ -247,34 +191,13 @@ class Simulation:
         )
         await self._router.start()
         await asyncio.sleep(1.0)
-        await self._workload.run(self._router)
+        await self.workload.run(self._router)
         await self._router.close()
 
-    # --- what there is -----------------------------------------------------------------------
-
-    def _draw_plans(self) -> Iterator[InstancePlan]:
-        random = self.world.random
-        counts: dict[Role, int] = {"prefill": random.randrange(3), "decode": random.randrange(2, 4)}
-        roles = [role for role, count in counts.items() for _ in range(count)]
-        for index, role in enumerate(roles):
-            block_tokens = HASH_BLOCK_TOKENS * random.choice([1, 1, 2])
-            least = MAX_MODEL_LEN // block_tokens + 1
-            yield InstancePlan(
-                instance_id=InstanceId(f"{role}-{index}"),
-                role=role,
-                identity=identity_of("1"),
-                scheme=self._scheme,
-                block_tokens=block_tokens,
-                num_blocks=least + random.randrange(0, least),
-                max_model_len=MAX_MODEL_LEN,
-                token_budget=random.choice([8, 16, 64]),
-                max_running=random.choice([2, 4, 8]),
-            )
-
     def _check(self, task: Task) -> None:
-        lives = [one for one in self._lives.values() if one.process is task.process]
-        for instance in lives:
-            check_residency(self._service, instance, self._known, self.world.random)
+        lives = [one for one in self.population.lives.values() if one.process is task.process]
+        for life in lives:
+            check_residency(self._service, life, self._known, self.world.random)
 
 
 @contextmanager
@@ -290,7 +213,7 @@ def _quiet() -> Iterator[None]:
 
 def simulate(seed: int, num_steps: int, profile_name: str, profile: Profile) -> Result:
     """Run a simulation and tell how it went."""
-    simulation = Simulation(seed, replace(profile))
+    simulation = Simulation(seed, profile)
     violation: str | None = None
     with _quiet(), simulated(simulation.world):
         try:
@@ -299,15 +222,19 @@ def simulate(seed: int, num_steps: int, profile_name: str, profile: Profile) -> 
             violation = f"{type(error).__name__}: {error}"
     # A run that was cut short leaves its loop running, as far as asyncio knows.
     asyncio._set_running_loop(None)  # noqa: SLF001
+    outcomes, saves = simulation.workload.outcomes, simulation.population.saves
     return Result(
         seed=seed,
         profile=profile_name,
         num_steps=simulation.world.num_steps,
         virtual_s=simulation.world.now_s,
-        num_right=simulation.outcomes.num_right,
-        num_given_up=simulation.outcomes.num_given_up,
-        failures=simulation.outcomes.failures,
-        remote_hit_tokens=simulation.outcomes.remote_hit_tokens,
-        num_crashes=simulation.num_crashes,
+        num_right=outcomes.num_right,
+        num_given_up=outcomes.num_given_up,
+        failures=outcomes.failures,
+        remote_hit_tokens=outcomes.remote_hit_tokens,
+        num_saves=len(saves.ended_s),
+        num_resets=saves.num_resets,
+        num_loaded_blocks=saves.num_loaded_blocks,
+        num_crashes=simulation.population.num_crashes,
         violation=violation,
     )

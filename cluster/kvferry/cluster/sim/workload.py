@@ -56,7 +56,9 @@ class Workload:
         self._pause_s = pause_s
         self._num_sent = 0
         longest = max_model_len // 2
-        self._prefixes = [self._tokens(random.randrange(block_tokens, longest)) for _ in range(4)]
+        self._prefixes = [
+            tokens_of(random, random.randrange(block_tokens, longest)) for _ in range(4)
+        ]
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, router: Router) -> None:
@@ -76,7 +78,7 @@ class Workload:
         tokens = prefix[: random.randrange(1, len(prefix) + 1)]
         room = self._max_model_len - len(tokens)
         max_tokens = random.randrange(1, min(10, room))
-        tokens += self._tokens(random.randrange(0, max(1, (room - max_tokens) // 2)))
+        tokens += tokens_of(self._random, random.randrange(0, max(1, (room - max_tokens) // 2)))
         keys = RequestKeys(salt="s") if random.random() < SALTED else RequestKeys()
         return EngineRequest(
             request_id=RequestId(f"r{self._num_sent}"),
@@ -107,8 +109,10 @@ class Workload:
         finally:
             outcomes.in_flight.discard(request.request_id)
 
-    def _tokens(self, count: int) -> tuple[int, ...]:
-        return tuple(self._random.randrange(VOCABULARY) for _ in range(count))
+
+def tokens_of(random: Random, count: int) -> tuple[int, ...]:
+    """Return so many tokens."""
+    return tuple(random.randrange(VOCABULARY) for _ in range(count))
 
 
 def _require_right(served: ServedRequest, answer: tuple[int, ...]) -> None:
