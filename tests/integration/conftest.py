@@ -32,9 +32,9 @@ BLOCK_TOKENS = 8
 
 
 class InProcessCoordinator:
-    """`CoordinatorPort` straight into a `CoordinatorActor`."""
+    """`CoordinatorPort` straight into the `CoordinatorActor` there is now."""
 
-    def __init__(self, actor: CoordinatorActor) -> None:
+    def __init__(self, actor: Callable[[], CoordinatorActor]) -> None:
         self._actor = actor
         self.num_steps = 0
         self.may_answer_steps = threading.Event()
@@ -44,17 +44,17 @@ class InProcessCoordinator:
         if isinstance(command, Step):
             self.num_steps += 1
             assert self.may_answer_steps.wait(timeout_s)
-        return self._actor.call(command)
+        return self._actor().call(command)
 
 
 class AsyncInProcessCoordinator:
     """`AsyncCoordinatorPort` over the same."""
 
-    def __init__(self, actor: CoordinatorActor) -> None:
+    def __init__(self, actor: Callable[[], CoordinatorActor]) -> None:
         self._actor = actor
 
     async def call(self, command: Command, *, timeout_s: float) -> Reply:
-        return await asyncio.to_thread(self._actor.call, command)
+        return await asyncio.to_thread(self._actor().call, command)
 
 
 class InProcessEngine:
@@ -121,14 +121,23 @@ class InProcessRank:
 class Service:
     """Coordinator and ranks in this process."""
 
-    coordinator: CoordinatorActor
     model: Path
+    start_coordinator: Callable[[], CoordinatorActor]
+    coordinator: CoordinatorActor = field(init=False)
     infos: dict[str, InstanceInfo] = field(default_factory=dict)
     engines: dict[str, InProcessEngine] = field(default_factory=dict)
     actors: list[RankActor] = field(default_factory=list)
     other_ranks: dict[str, list[InProcessRank]] = field(default_factory=dict)
     ports: dict[str, InProcessCoordinator] = field(default_factory=dict)
     calls: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self) -> None:
+        self.coordinator = self.start_coordinator()
+
+    def restart_coordinator(self) -> None:
+        """Another one answers, which knows of nobody."""
+        self.coordinator.stop()
+        self.coordinator = self.start_coordinator()
 
     def settings(
         self, name: str, role: Role, *, num_blocks: int = 200, **changes: object
@@ -157,7 +166,7 @@ class Service:
     def add(self, name: str, role: Role, **changes: Any) -> InstanceInfo:
         actor = RankActor(self.settings(name, role, **changes), node_host, self.spawn)
         self.actors.append(actor)
-        self.ports[name] = InProcessCoordinator(self.coordinator)
+        self.ports[name] = InProcessCoordinator(lambda: self.coordinator)
         info = actor.start(self.ports[name])
         self.infos[name] = info
         self.engines[name] = InProcessEngine(actor)
@@ -178,7 +187,7 @@ class Service:
     def router(self, **settings: object) -> Router:
         first = next(iter(self.infos.values()))
         return Router(
-            coordinator=AsyncInProcessCoordinator(self.coordinator),
+            coordinator=AsyncInProcessCoordinator(lambda: self.coordinator),
             engines={
                 InstanceId(name): EngineLink(
                     engine=engine,
@@ -211,17 +220,22 @@ MakeService = Callable[..., Service]
 @contextlib.contextmanager
 def running_service(model: Path) -> Iterator[Service]:
     """A service with no instance yet; invariants are checked at every call."""
-    coordinator = CoordinatorActor(
-        scheme=make_scheme(seed="0", hash_block_tokens=BLOCK_TOKENS),
-        registry=ProcessRegistry(),
-        check_invariants=True,
-    )
-    coordinator.start()
-    running = Service(coordinator=coordinator, model=model)
+    registry = ProcessRegistry()
+
+    def start() -> CoordinatorActor:
+        actor = CoordinatorActor(
+            scheme=make_scheme(seed="0", hash_block_tokens=BLOCK_TOKENS),
+            registry=registry,
+            check_invariants=True,
+        )
+        actor.start()
+        return actor
+
+    running = Service(model, start)
     yield running
     running.stop()
     with pytest.raises(UnavailableError):
-        coordinator.call(None)  # type: ignore[arg-type]
+        running.coordinator.call(None)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -41,14 +41,19 @@ def start(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     started: list[Service] = []
 
     def start(hash_form: HashForm = "uint64", **settings: object) -> Service:
-        coordinator = CoordinatorActor(
-            scheme=SCHEME, registry=ProcessRegistry(), check_invariants=True, tick_interval_s=0.05
-        )
+        registry, record = ProcessRegistry(), ProcessRecord()
         made = PublisherSettings(**settings)  # type: ignore[arg-type]
-        coordinator.start(
-            outlet=lambda: KvEventsOutlet(made, hash_form, lambda: "10.0.0.9", ProcessRecord())
-        )
-        service = Service(coordinator=coordinator, model=tiny_model)
+
+        def start_coordinator() -> CoordinatorActor:
+            coordinator = CoordinatorActor(
+                scheme=SCHEME, registry=registry, check_invariants=True, tick_interval_s=0.05
+            )
+            coordinator.start(
+                outlet=lambda: KvEventsOutlet(made, hash_form, lambda: "10.0.0.9", record)
+            )
+            return coordinator
+
+        service = Service(tiny_model, start_coordinator)
         started.append(service)
         return service
 

@@ -250,6 +250,10 @@ def test_a_table_may_name_blocks_that_were_given_back_behind_the_window() -> Non
     [
         ({"group_id": GroupId(1)}, "no such group; given: 1; allowed: 0 to 0"),
         ({"hashes": chain("pqr")}, "hashes=3, blocks=2; allowed: as many of both, at most 65536"),
+        (
+            {"hashes": (b"", chain("p")[0])},
+            r"hashes of another size .*given: \[0, 32\]; allowed: 32",
+        ),
         ({"block_ids": (BlockId(0), BlockId(2))}, r"no such block; given: \[0, 2\]"),
         ({"block_ids": (BlockId(1), BlockId(10))}, r"given: \[1, 10\]; allowed: 1 to 9"),
         ({"block_ids": (BlockId(2), BlockId(2))}, "a tells a block twice"),
@@ -291,6 +295,7 @@ X1, X2 = chain("xy")
         ({"num_computed_tokens": -1}, "given: -1; allowed: 0 to 9"),
         ({"block_ids": ((1, 2),)}, "given: 9; allowed: 0 to 8"),
         ({"hashes": (X1,)}, "one hash per full hash block is needed"),
+        ({"hashes": (X1, b"")}, r"hashes of another size .*given: \[0, 32\]; allowed: 32"),
         ({"content": RequestContent(tokens=(1,))}, "every token must be told"),
         ({"block_ids": ((1, 0, 3),)}, r"no such block; given: \[0, 3\]; allowed: 1 to 9"),
         ({"block_ids": ((1, 2, 10),)}, r"no such block; given: \[1, 10\]"),

@@ -1,6 +1,7 @@
 """Reservations as they are asked of the coordinator: repeated, refused, and lost with it."""
 
 import hashlib
+from collections.abc import Callable
 
 import pytest
 from tests.unit.worker.reserving import FakeCoordinator, new_reserver, reserving
@@ -15,8 +16,8 @@ from kvferry.proto.errors import (
     UnavailableError,
 )
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, Epoch, GroupId, LeaseId
-from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve
-from kvferry.worker.coordinator_reserver import ATTEMPTS, PAUSE_S
+from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved
+from kvferry.worker.coordinator_reserver import ATTEMPTS, PAUSE_S, CoordinatorReserver
 from kvferry.worker.reservations import Reservation
 
 HASHES = tuple(BlockHash(hashlib.sha256(bytes([i])).digest()) for i in range(3))
@@ -88,16 +89,24 @@ def test_what_was_written_when_another_life_of_the_coordinator_began_is_kept() -
     assert reserver.is_quiet()
 
 
-def test_an_end_is_repeated_under_its_call_id_until_it_is_answered(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("ask", "answered"),
+    [
+        (lambda reserver: reserver.end(LeaseId("r9"), 2), Done(changed=True)),
+        (
+            lambda reserver: reserver.reserve(FIRST_GROUP, HASHES[:1]),
+            Reserved(reservation_id=LeaseId("r1"), block_ids=(BlockId(1),), num_resets=0),
+        ),
+    ],
+    ids=["end", "reserve"],
+)
+def test_a_call_is_repeated_under_its_call_id_until_it_is_answered(
+    ask: Callable[[CoordinatorReserver], object], answered: Reply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses_s: list[float] = []
     monkeypatch.setattr("kvferry.worker.coordinator_reserver.time.sleep", pauses_s.append)
-    answers: list[Reply | KvferryError] = [
-        UnavailableError("restarting"),
-        DeadlineError("slow"),
-        Done(changed=True),
-    ]
+    answers: list[Reply | KvferryError]
+    answers = [UnavailableError("restarting"), DeadlineError("slow"), answered]
 
     def answer(_: Command) -> Reply:
         reply = answers.pop(0)
@@ -106,7 +115,7 @@ def test_an_end_is_repeated_under_its_call_id_until_it_is_answered(
         return reply
 
     coordinator = FakeCoordinator(answer)
-    new_reserver(coordinator).end(LeaseId("r9"), 2)
+    ask(new_reserver(coordinator))
     assert coordinator.commands == [coordinator.commands[0]] * 3
     assert pauses_s == [PAUSE_S] * 2
 

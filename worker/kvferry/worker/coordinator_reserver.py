@@ -119,9 +119,9 @@ class CoordinatorReserver:
     def end(self, reservation_id: LeaseId, num_written: int) -> None:
         """Say that the writer is closed and the first `num_written` hashes are completely here.
 
-        An end that gets lost would keep the blocks reserved, so it is tried `ATTEMPTS` times;
-        after that the instance comes back and tells anew what it holds. A coordinator that has
-        begun another life meanwhile will hear of what was written in the same way.
+        Like `reserve`, it is said up to `ATTEMPTS` times; after that the instance comes back and
+        tells anew what it holds. A coordinator that has begun another life meanwhile will hear of
+        what was written in the same way.
 
         Raises:
             StaleError: the identity was reset meanwhile; nothing of it is kept.

@@ -229,10 +229,7 @@ class WorkerService:
         return WorkerDescription(
             incarnation=self.incarnation,
             identity=self.identity,
-            geometry_of_group={
-                GroupId(group_id): group.geometry
-                for group_id, group in enumerate(self.memory.groups)
-            },
+            geometry_of_group={GroupId(i): g.geometry for i, g in enumerate(self.memory.groups)},
             num_resident_blocks=self.residency.num_blocks(),
             pid=os.getpid(),
         )
