@@ -14,9 +14,10 @@ from importlib.metadata import version
 
 from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.control_server import ControlServer
+from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.hashing import make_scheme
-from kvferry.proto.ids import Epoch, Incarnation, InstanceId
+from kvferry.proto.ids import Incarnation, InstanceId
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import InstanceInfo, RegisterInstance
 from kvferry.worker.actor import StoreConfig, WorkerActor
@@ -71,7 +72,7 @@ def main() -> int:
     # Ctrl-C and `kill` both end the wait below, so that the servers are stopped either way.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     scheme = make_scheme(hash_block_tokens=args.block_tokens)
-    coordinator, store = CoordinatorActor(scheme=scheme, epoch=Epoch(1)), WorkerActor()
+    coordinator, store = CoordinatorActor(scheme=scheme, registry=ProcessRegistry()), WorkerActor()
     front: ControlServer | None = None
     try:
         start(args, coordinator, store)

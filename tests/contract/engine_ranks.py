@@ -30,8 +30,9 @@ from kvferry.cluster.node import StoreNode
 from kvferry.cluster.node_config import NodeConfig
 from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.control_server import ControlServer
+from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.proto.hashing import hash_tokens, make_scheme
-from kvferry.proto.ids import BlockHash, Epoch, Incarnation
+from kvferry.proto.ids import BlockHash, Incarnation
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import Locate, Located
 from kvferry.proto.step_messages import Source
@@ -76,7 +77,7 @@ class Service:
 @contextlib.contextmanager
 def running_service(*, num_blocks: int = 100) -> Iterator[Service]:
     scheme = make_scheme(hash_block_tokens=HASH_BLOCK_TOKENS)
-    coordinator = CoordinatorActor(scheme=scheme, epoch=Epoch(1), check_invariants=True)
+    coordinator = CoordinatorActor(scheme=scheme, registry=ProcessRegistry(), check_invariants=True)
     coordinator.start(lambda call: ControlServer(call, bind="127.0.0.1", port=0, insecure=False))
     config = NodeConfig(
         host="127.0.0.1",

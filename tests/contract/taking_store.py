@@ -10,6 +10,7 @@ from tests.contract.exchange import SHAPE, Exchange, exchanging
 from tests.unit.worker.reshard_by_loops import identity_of
 
 from kvferry.coordinator.actor import CoordinatorActor
+from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.proto.hashing import make_scheme
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, Epoch, GroupId, Incarnation, InstanceId
@@ -55,7 +56,7 @@ class TakingStore:
         self.address = self.worker.serve()
         self.coordinator = CoordinatorActor(
             scheme=make_scheme(hash_block_tokens=BLOCK_TOKENS),
-            epoch=Epoch(1),
+            registry=ProcessRegistry(),
             check_invariants=True,
         )
         self.coordinator.start()

@@ -17,6 +17,7 @@ from kvferry.cluster.metrics import metrics_server
 from kvferry.cluster.metrics.coordinator_front import coordinator_front
 from kvferry.cluster.metrics.metrics_server import MetricsServer, metrics_page
 from kvferry.coordinator.actor import CoordinatorActor
+from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.proto.errors import (
     ConfigError,
     InsecureBindError,
@@ -24,7 +25,6 @@ from kvferry.proto.errors import (
     UnavailableError,
 )
 from kvferry.proto.hashing import make_scheme
-from kvferry.proto.ids import Epoch
 from kvferry.proto.messages import RegisterInstance
 
 Serve = Callable[..., MetricsServer]
@@ -132,7 +132,7 @@ def test_an_address_of_another_machine_is_refused(serve: Serve) -> None:
 
 
 def test_the_coordinator_tells_of_itself_and_where_all_others_are() -> None:
-    actor = CoordinatorActor(scheme=make_scheme(hash_block_tokens=4), epoch=Epoch(1))
+    actor = CoordinatorActor(scheme=make_scheme(hash_block_tokens=4), registry=ProcessRegistry())
     actor.start()
     front = coordinator_front(actor.call, bind="127.0.0.1", port=0, insecure=False)
     try:

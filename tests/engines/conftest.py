@@ -15,8 +15,8 @@ from tests.engines.engines import PYTHON, Engine, running_engines
 from kvferry.cluster.control_client import ControlClient
 from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.control_server import ControlServer
+from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.proto.hashing import make_scheme
-from kvferry.proto.ids import Epoch
 from kvferry.proto.messages import Describe, Description, InstanceStatus
 from kvferry.worker.model.demo_model import ensure_demo_model
 
@@ -83,7 +83,7 @@ class Service:
 
 def make_service(store_bytes: int) -> Iterator[Service]:
     scheme = make_scheme(hash_block_tokens=16)
-    coordinator = CoordinatorActor(scheme=scheme, epoch=Epoch(1), check_invariants=True)
+    coordinator = CoordinatorActor(scheme=scheme, registry=ProcessRegistry(), check_invariants=True)
     coordinator.start(lambda call: ControlServer(call, bind="127.0.0.1", port=0, insecure=False))
     service = Service(coordinator, store_bytes)
     service.start_node()

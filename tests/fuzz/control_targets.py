@@ -20,7 +20,7 @@ from kvferry.proto import control_codec as codec
 from kvferry.proto.errors import KvferryError
 from kvferry.proto.grpc_status import decode_message
 from kvferry.proto.identity import identity_from_cbor, identity_to_cbor
-from kvferry.proto.ids import BlockHash, Epoch, Incarnation, InstanceId, LeaseId, RequestId
+from kvferry.proto.ids import BlockHash, BlockId, Epoch, Incarnation, InstanceId, LeaseId, RequestId
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
     AcquireLease,
@@ -32,6 +32,7 @@ from kvferry.proto.messages import (
     ResetIdentity,
 )
 from kvferry.proto.packed_messages import pack_command, unpack_command
+from kvferry.proto.restore_messages import RestoredRequest, RestoreRequests
 from kvferry.proto.step_messages import AdmitAsk, Progress, Release, RunningAsk, Source, Step
 from kvferry.proto.v1 import node_pb2
 
@@ -54,6 +55,22 @@ _STEP = Step(
     token_budget=7,
 )
 
+_RESTORE = RestoreRequests(
+    call_id="c",
+    epoch=Epoch(1),
+    instance_id=InstanceId("a"),
+    incarnation=Incarnation(1 << 60),
+    registration="r",
+    requests=(
+        RestoredRequest(
+            request_id=RequestId("r"),
+            num_tokens=21,
+            num_computed_tokens=20,
+            hashes=HASHES,
+            block_ids=((BlockId(1), BlockId(70_000)), (BlockId(0), BlockId(2))),
+        ),
+    ),
+)
 _LOCATE = Locate(identity_digest=DIGEST, hashes=HASHES)
 _RENEW = RenewLease(call_id="c", lease_id=LeaseId("l"), ttl_s=1.0)
 _RESET = ResetIdentity(call_id="c", identity_digest=DIGEST)
@@ -107,7 +124,7 @@ _MESSAGES: tuple[tuple[Message, Callable[[Any], object]], ...] = (
     ),
     (attached_engine_to_pb(_ENGINE), attached_engine_from_pb),
 )
-_PACKED = [pack_command(command) for command in (_STEP, _LOCATE, _LEASE, _RENEW)]
+_PACKED = [pack_command(command) for command in (_STEP, _LOCATE, _LEASE, _RENEW, _RESTORE)]
 
 
 def packed(random: Random) -> None:

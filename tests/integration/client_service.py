@@ -8,6 +8,7 @@ from tests.builders import make_info
 
 from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.control_server import ControlServer
+from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.proto.credentials import Credentials
 from kvferry.proto.hashing import make_scheme
 from kvferry.proto.identity import Identity
@@ -59,7 +60,7 @@ def running_client_service(
 ) -> Iterator[ClientService]:
     """A service of one store; invariants are checked at every call."""
     scheme = make_scheme(hash_block_tokens=BLOCK_TOKENS)
-    coordinator = CoordinatorActor(scheme=scheme, epoch=Epoch(1), check_invariants=True)
+    coordinator = CoordinatorActor(scheme=scheme, registry=ProcessRegistry(), check_invariants=True)
     coordinator.start()
     front = ControlServer(
         coordinator.call, bind="127.0.0.1", port=0, insecure=False, credentials=credentials

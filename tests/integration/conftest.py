@@ -20,9 +20,10 @@ from kvferry.cluster.serving.rank_actor import RankActor
 from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
 from kvferry.cluster.serving.router import Router, RouterSettings
 from kvferry.coordinator.actor import CoordinatorActor
+from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.proto.errors import DeadlineError, InstanceDiedError, UnavailableError
 from kvferry.proto.hashing import make_scheme
-from kvferry.proto.ids import Epoch, InstanceId, RequestId
+from kvferry.proto.ids import InstanceId, RequestId
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import Command, InstanceInfo, Reply, Role
 from kvferry.proto.step_messages import Step
@@ -31,9 +32,9 @@ BLOCK_TOKENS = 8
 
 
 class InProcessCoordinator:
-    """`CoordinatorPort` straight into a `CoordinatorActor`."""
+    """`CoordinatorPort` straight into the `CoordinatorActor` there is now."""
 
-    def __init__(self, actor: CoordinatorActor) -> None:
+    def __init__(self, actor: Callable[[], CoordinatorActor]) -> None:
         self._actor = actor
         self.num_steps = 0
         self.may_answer_steps = threading.Event()
@@ -43,17 +44,17 @@ class InProcessCoordinator:
         if isinstance(command, Step):
             self.num_steps += 1
             assert self.may_answer_steps.wait(timeout_s)
-        return self._actor.call(command)
+        return self._actor().call(command)
 
 
 class AsyncInProcessCoordinator:
     """`AsyncCoordinatorPort` over the same."""
 
-    def __init__(self, actor: CoordinatorActor) -> None:
+    def __init__(self, actor: Callable[[], CoordinatorActor]) -> None:
         self._actor = actor
 
     async def call(self, command: Command, *, timeout_s: float) -> Reply:
-        return await asyncio.to_thread(self._actor.call, command)
+        return await asyncio.to_thread(self._actor().call, command)
 
 
 class InProcessEngine:
@@ -120,14 +121,23 @@ class InProcessRank:
 class Service:
     """Coordinator and ranks in this process."""
 
-    coordinator: CoordinatorActor
     model: Path
+    start_coordinator: Callable[[], CoordinatorActor]
+    coordinator: CoordinatorActor = field(init=False)
     infos: dict[str, InstanceInfo] = field(default_factory=dict)
     engines: dict[str, InProcessEngine] = field(default_factory=dict)
     actors: list[RankActor] = field(default_factory=list)
     other_ranks: dict[str, list[InProcessRank]] = field(default_factory=dict)
     ports: dict[str, InProcessCoordinator] = field(default_factory=dict)
     calls: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self) -> None:
+        self.coordinator = self.start_coordinator()
+
+    def restart_coordinator(self) -> None:
+        """Another one answers, which knows of nobody."""
+        self.coordinator.stop()
+        self.coordinator = self.start_coordinator()
 
     def settings(
         self, name: str, role: Role, *, num_blocks: int = 200, **changes: object
@@ -156,7 +166,7 @@ class Service:
     def add(self, name: str, role: Role, **changes: Any) -> InstanceInfo:
         actor = RankActor(self.settings(name, role, **changes), node_host, self.spawn)
         self.actors.append(actor)
-        self.ports[name] = InProcessCoordinator(self.coordinator)
+        self.ports[name] = InProcessCoordinator(lambda: self.coordinator)
         info = actor.start(self.ports[name])
         self.infos[name] = info
         self.engines[name] = InProcessEngine(actor)
@@ -177,10 +187,12 @@ class Service:
     def router(self, **settings: object) -> Router:
         first = next(iter(self.infos.values()))
         return Router(
-            coordinator=AsyncInProcessCoordinator(self.coordinator),
+            coordinator=AsyncInProcessCoordinator(lambda: self.coordinator),
             engines={
                 InstanceId(name): EngineLink(
-                    engine=engine, incarnation=self.infos[name].incarnation
+                    engine=engine,
+                    role=self.infos[name].role,
+                    incarnation=self.infos[name].incarnation,
                 )
                 for name, engine in self.engines.items()
             },
@@ -208,17 +220,22 @@ MakeService = Callable[..., Service]
 @contextlib.contextmanager
 def running_service(model: Path) -> Iterator[Service]:
     """A service with no instance yet; invariants are checked at every call."""
-    coordinator = CoordinatorActor(
-        scheme=make_scheme(seed="0", hash_block_tokens=BLOCK_TOKENS),
-        epoch=Epoch(1),
-        check_invariants=True,
-    )
-    coordinator.start()
-    running = Service(coordinator=coordinator, model=model)
+    registry = ProcessRegistry()
+
+    def start() -> CoordinatorActor:
+        actor = CoordinatorActor(
+            scheme=make_scheme(seed="0", hash_block_tokens=BLOCK_TOKENS),
+            registry=registry,
+            check_invariants=True,
+        )
+        actor.start()
+        return actor
+
+    running = Service(model, start)
     yield running
     running.stop()
     with pytest.raises(UnavailableError):
-        coordinator.call(None)  # type: ignore[arg-type]
+        running.coordinator.call(None)  # type: ignore[arg-type]
 
 
 @pytest.fixture

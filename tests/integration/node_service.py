@@ -9,9 +9,9 @@ from kvferry.cluster.engine_info import EngineInfo
 from kvferry.cluster.node_config import NodeConfig
 from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.control_server import ControlServer
+from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.proto.credentials import Credentials
 from kvferry.proto.hashing import make_scheme
-from kvferry.proto.ids import Epoch
 from kvferry.proto.layout import Layout
 
 BLOCK_TOKENS = 4
@@ -28,7 +28,7 @@ OTHER_ENGINE = EngineInfo(engine_id="b", layout=Layout(block_tokens=64), version
 @contextmanager
 def serving(credentials: Credentials | None) -> Iterator[CoordinatorActor]:
     scheme = make_scheme(hash_block_tokens=BLOCK_TOKENS)
-    actor = CoordinatorActor(scheme=scheme, epoch=Epoch(1), check_invariants=True)
+    actor = CoordinatorActor(scheme=scheme, registry=ProcessRegistry(), check_invariants=True)
     actor.start(
         lambda call: ControlServer(
             call, bind="127.0.0.1", port=0, insecure=False, credentials=credentials

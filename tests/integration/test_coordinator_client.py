@@ -11,7 +11,8 @@ from tests.builders import make_identity, make_info
 from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.control_server import ControlServer
-from kvferry.proto.errors import BadInputError, NotFoundError, UnavailableError
+from kvferry.coordinator.registry import ProcessRegistry
+from kvferry.proto.errors import BadInputError, NotRegisteredError, UnavailableError
 from kvferry.proto.hashing import make_scheme
 from kvferry.proto.ids import BlockId, Epoch, Incarnation, InstanceId, RequestId
 from kvferry.proto.messages import Command, Describe, Registered, RegisterInstance
@@ -25,7 +26,7 @@ SCHEME = make_scheme(hash_block_tokens=16)
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    actor = CoordinatorActor(scheme=SCHEME, epoch=Epoch(1), check_invariants=True)
+    actor = CoordinatorActor(scheme=SCHEME, registry=ProcessRegistry(), check_invariants=True)
     actor.start(lambda call: ControlServer(call, bind="127.0.0.1", port=0, insecure=False))
     yield str(actor.front_address())
     actor.stop()
@@ -68,7 +69,7 @@ def test_an_engine_registers_and_steps_and_a_repeat_has_no_second_effect(address
 
 
 def test_what_the_coordinator_refuses_comes_back_as_its_own_error(address: str) -> None:
-    with pytest.raises(NotFoundError, match="unknown instance"):
+    with pytest.raises(NotRegisteredError, match="unknown instance"):
         CoordinatorClient(address).call(step("1"), timeout_s=5)
 
 

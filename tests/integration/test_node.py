@@ -38,6 +38,7 @@ from kvferry.proto.errors import (
     CredentialsError,
     InsecureBindError,
     NotFoundError,
+    NotRegisteredError,
     PortTakenError,
     ResourcesError,
     UnavailableError,
@@ -168,7 +169,10 @@ def test_what_the_coordinator_refuses_is_refused_by_the_node_in_the_same_words(
             with pytest.raises(NotFoundError) as caught:
                 client.call(RenewLease(call_id="1", lease_id=LeaseId("none"), ttl_s=1.0))
             refusals.append(caught.value.to_json())
-        with closing(CoordinatorClient(place)) as engine, pytest.raises(NotFoundError) as caught:
+        with (
+            closing(CoordinatorClient(place)) as engine,
+            pytest.raises(NotRegisteredError) as refused,
+        ):
             engine.call(
                 Reserve(
                     call_id="2",
@@ -179,7 +183,7 @@ def test_what_the_coordinator_refuses_is_refused_by_the_node_in_the_same_words(
                 ),
                 timeout_s=5.0,
             )
-        refusals.append(caught.value.to_json())
+        refusals.append(refused.value.to_json())
     assert refusals[:2] == refusals[2:]
 
 

@@ -26,13 +26,14 @@ from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.cluster.ray_handles import get
 from kvferry.cluster.ray_launcher import RayService
 from kvferry.cluster.ray_ranks import spawn_rank
+from kvferry.cluster.ray_record import RayRecord
+from kvferry.cluster.record import LIFE
 from kvferry.cluster.serving.rank_actor import RankActor
 from kvferry.cluster.serving.requests import EngineRequest
 from kvferry.cluster.serving.router import Router, RouterSettings, Served
 from kvferry.proto.errors import (
     ConfigError,
     IdentityMismatchError,
-    InstanceDiedError,
     MismatchError,
     ModelError,
     ResourcesError,
@@ -42,7 +43,7 @@ from kvferry.proto.hashing import make_scheme
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import InstanceId, RequestId
 from kvferry.proto.layout import Layout
-from kvferry.proto.messages import Describe, Description
+from kvferry.proto.messages import Describe, Description, KvEventsPlace
 from kvferry.worker.model.loading import inspect_model
 from kvferry.worker.model.sampling import SamplingParams
 
@@ -149,6 +150,11 @@ def require_serves(service: RayService, name: str) -> None:
 def describe(service: RayService) -> Description:
     with closing(ControlClient(service.control_address, timeout_s=10)) as client:
         return client.ask(Describe(), Description)
+
+
+def members(description: Description) -> dict[str, KvEventsPlace | None]:
+    """Who has told everything, and where the KV events of each are."""
+    return {i.info.instance_id: i.kv_events for i in description.instances if not i.returning}
 
 
 def held() -> tuple[list[str], int, dict[str, float]]:
@@ -358,30 +364,37 @@ def test_b56_two_services_do_not_meet_and_one_may_close_and_start_again_at_once(
 # -- deaths ---------------------------------------------------------------------------------------
 
 
-def test_a_request_in_flight_ends_with_an_error_when_the_coordinator_is_killed(
+def test_a_coordinator_that_is_killed_comes_back_at_its_addresses_while_requests_go_on(
     service: RayService,
 ) -> None:
     """The last test that uses the service."""
-    assert service._coordinator is not None
-    ask: Any = service._coordinator.__ray_call__.remote(lambda _: os.getpid())
-    pid: int = get(ask, timeout_s=10, who="the coordinator")
+    actor: Any = service._coordinator
+    pid = get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout_s=10, who="it")
+    before = describe(service)
 
-    async def cut_off() -> float:
+    async def serve(name: str, kill: bool) -> Served:
+        asked = replace(request("through a death", 100), request_id=RequestId(name))
         async with routing(service) as router:
-            killed = 0.0
-            try:
-                async for event in router.stream(request("cut off", 5000)):
-                    assert not isinstance(event, Served), "it ended before the coordinator did"
-                    if not killed:
-                        os.kill(pid, signal.SIGKILL)
-                        killed = time.monotonic()
-            finally:
-                assert time.monotonic() - killed < 30
-        return killed
+            async for event in router.stream(asked):
+                if isinstance(event, Served):
+                    return event
+                if kill:
+                    os.kill(pid, signal.SIGKILL)
+                kill = False
+        raise AssertionError("a stream ends with its summary")
 
-    with pytest.raises(InstanceDiedError, match="the coordinator"):
-        asyncio.run(cut_off())
+    undisturbed = asyncio.run(serve("undisturbed", kill=False))
+    cut_off = asyncio.run(serve("cut off", kill=True))
+    assert cut_off.output_token_ids == undisturbed.output_token_ids
+    assert describe(service).epoch == before.epoch + 1
+    assert "kvferry_coordinator_epoch" in scrape(service.metrics_address)
+    deadline = time.monotonic() + 10
+    while members(describe(service)) != members(before):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
     closing = time.monotonic()
     service.close()
     assert time.monotonic() - closing < 5
     wait_until_held(([], 0, {"CPU": 5.0}), timeout_s=10)
+    assert RayRecord(service._service_id).read(LIFE) == {}

@@ -17,12 +17,14 @@ from kvferry.cluster.kv_events_outlet import KvEventsOutlet
 from kvferry.cluster.kv_events_publisher import PublisherSettings
 from kvferry.cluster.kv_events_sequence import Lost, Received, Update
 from kvferry.cluster.kv_events_subscriber import KvEventsSubscriber, SubscriberSettings
+from kvferry.cluster.record import ProcessRecord
 from kvferry.cluster.serving.router import Router, Served
 from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.control_server import ControlServer
+from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.proto.errors import NotFoundError
 from kvferry.proto.hashing import hash_tokens, make_scheme
-from kvferry.proto.ids import Epoch, InstanceId, unpack_group
+from kvferry.proto.ids import InstanceId, unpack_group
 from kvferry.proto.kv_events import AllBlocksCleared, BlockStored, HashForm, KvEvent, external_hash
 from kvferry.proto.kv_events_codec import EventEncoding
 from kvferry.proto.messages import Describe, Description, KvEventsPlace
@@ -39,12 +41,19 @@ def start(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     started: list[Service] = []
 
     def start(hash_form: HashForm = "uint64", **settings: object) -> Service:
-        coordinator = CoordinatorActor(
-            scheme=SCHEME, epoch=Epoch(1), check_invariants=True, tick_interval_s=0.05
-        )
+        registry, record = ProcessRegistry(), ProcessRecord()
         made = PublisherSettings(**settings)  # type: ignore[arg-type]
-        coordinator.start(outlet=lambda: KvEventsOutlet(made, hash_form, lambda: "10.0.0.9"))
-        service = Service(coordinator=coordinator, model=tiny_model)
+
+        def start_coordinator() -> CoordinatorActor:
+            coordinator = CoordinatorActor(
+                scheme=SCHEME, registry=registry, check_invariants=True, tick_interval_s=0.05
+            )
+            coordinator.start(
+                outlet=lambda: KvEventsOutlet(made, hash_form, lambda: "10.0.0.9", record)
+            )
+            return coordinator
+
+        service = Service(tiny_model, start_coordinator)
         started.append(service)
         return service
 
@@ -212,7 +221,7 @@ def test_a_reader_is_told_an_address_that_it_can_reach_or_none_when_it_listens()
     everywhere = PublisherSettings(
         endpoint="tcp://*:*", replay_endpoint="tcp://0.0.0.0:*", insecure=True
     )
-    outlet = KvEventsOutlet(everywhere, "uint64", lambda: "10.0.0.9")
+    outlet = KvEventsOutlet(everywhere, "uint64", lambda: "10.0.0.9", ProcessRecord())
     outlet.open(InstanceId("d0"))
     place = outlet.place(InstanceId("d0"))
     assert place is not None
@@ -222,7 +231,7 @@ def test_a_reader_is_told_an_address_that_it_can_reach_or_none_when_it_listens()
         assert told.startswith("tcp://10.0.0.9:")
     outlet.close()
     to_a_reader = PublisherSettings(endpoint="tcp://127.0.0.1:9", bind=False)
-    outlet = KvEventsOutlet(to_a_reader, "uint64", lambda: "10.0.0.9")
+    outlet = KvEventsOutlet(to_a_reader, "uint64", lambda: "10.0.0.9", ProcessRecord())
     for name in ("d0", "d1"):
         outlet.open(InstanceId(name))
         assert outlet.place(InstanceId(name)) is None

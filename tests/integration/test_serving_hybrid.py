@@ -1,5 +1,6 @@
 """Prefill/decode serving of a model with sliding-window and full layers: three cache groups."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -23,6 +24,31 @@ from kvferry.proto.layout import Layout
 GROUP_BLOCK_BYTES = 2 * 2 * 8 * 2 * 8 * 4
 # A window of 40 tokens reaches into 5 blocks of 8 before the next token.
 WINDOW_BLOCKS = 5
+
+
+def test_requests_go_on_over_a_restart_of_the_coordinator_with_the_windows_they_have(
+    hybrid_service: Any,
+) -> None:
+    hybrid_service.add("d0", "decode")
+    hybrid_service.add("d1", "decode")
+
+    async def serve(router: Router) -> list[Served]:
+        served: list[Served] = []
+        for number in range(2):
+            stream = router.stream(ask(f"r{number}", prompt(number, 150), max_tokens=80))
+            events = [await anext(stream) for _ in range(40)]
+            # Its windows have moved on, and the blocks behind them were given back.
+            await asyncio.to_thread(hybrid_service.restart_coordinator)
+            events += [event async for event in stream]
+            served += [event for event in events if isinstance(event, Served)]
+        return served
+
+    for served in with_router(hybrid_service.router(), serve):
+        require_equal(hybrid_service, served)
+        assert (served.accounting.computed_tokens, served.preemptions) == (150, 0)
+    description = wait_until_idle(hybrid_service)
+    assert description.epoch == 3
+    assert [instance.num_used_blocks for instance in description.instances] == [0, 0]
 
 
 @pytest.mark.parametrize(

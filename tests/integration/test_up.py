@@ -14,9 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from tests.builders import make_identity
 
+from kvferry.cluster.client import ModelCache, connect
 from kvferry.cluster.node_client import NodeClient
+from kvferry.proto.errors import DeadlineError, UnavailableError
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(180)]
 
@@ -106,6 +109,38 @@ def test_a_service_with_a_ray_cluster_of_its_own_is_started_shown_and_removed(
     )
     shell.require_nothing_left(family)
     assert shell.run("down") == (0, {"name": "one", "coordinator": False, "hosts": []})
+
+
+def test_a_coordinator_that_is_killed_comes_back_and_so_does_the_store_with_all_it_holds(
+    shell: Shell,
+) -> None:
+    _, places = shell.up("--hash-block-tokens", "4")
+    (node,) = places["nodes"]
+    identity, tokens = make_identity(num_layers=1), list(range(8))
+    with connect(node["address"]) as ferry, closing(NodeClient(node["address"])) as client:
+        client.attach(identity, timeout_s=10.0)
+        cache = ferry.model(identity)
+        assert cache.store(tokens, [torch.ones(2, 8, 1, 8)]) == 8
+        epoch = ferry.describe().epoch
+        for life in (1, 2):
+            names = [(one, one.cmdline()) for one in shell.family()]
+            (coordinator,) = [one for one, name in names if "RayCoordinatorActor" in str(name)]
+            coordinator.kill()
+            coordinator.wait(10)
+            wait_until(lambda: holds(cache, tokens))
+            assert ferry.describe().epoch == epoch + life
+    code, shown = shell.run("status")
+    assert (code, shown["epoch"]) == (0, epoch + 2)
+    assert [one["cached_blocks"] for one in shown["instances"]] == [2]
+    assert shell.run("down")[0] == 0
+
+
+def holds(cache: ModelCache, tokens: list[int]) -> bool:
+    """Whether all of them are found; not while nobody answers."""
+    try:
+        return cache.lookup(tokens).num_tokens == len(tokens)
+    except (UnavailableError, DeadlineError):
+        return False
 
 
 def test_an_interrupt_while_it_starts_leaves_nothing(shell: Shell) -> None:

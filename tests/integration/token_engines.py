@@ -5,7 +5,8 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from tests.builders import make_info
 from tests.integration.token_model import (
@@ -23,10 +24,21 @@ from kvferry.cluster.serving.limits import Limits
 from kvferry.cluster.serving.requests import EngineRequest, Finished, OutputBatch
 from kvferry.cluster.serving.router import Router, RouterSettings
 from kvferry.coordinator.actor import CoordinatorActor
+from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.proto.group_specs import specs_of
 from kvferry.proto.hashing import hash_tokens
 from kvferry.proto.ids import Epoch, Incarnation, InstanceId, RequestId
-from kvferry.proto.messages import Command, Describe, Description, RegisterInstance, Reply, Role
+from kvferry.proto.messages import (
+    Command,
+    Describe,
+    Description,
+    InstanceInfo,
+    Registered,
+    RegisterInstance,
+    Reply,
+    Role,
+    expect,
+)
 from kvferry.proto.step_messages import AdmitAsk, Progress, Release, Step, StepReply
 from kvferry.worker.model.sampling import SamplingParams
 from kvferry.worker.paths import ALL_PATHS, Path
@@ -56,20 +68,18 @@ class TokenInstance:
         self.num_steps = 0
         self.worker = new_worker(limits.num_blocks, paths=service.paths)
         self.model = TokenModel(self.worker.memory)
-        service.register(
+        self.info = member_info(
             name, self.worker.serve(), limits.num_blocks, role, max_model_len=limits.max_model_len
         )
         self.engine = Engine(
-            instance_id=self.instance_id,
-            incarnation=Incarnation(1),
-            epoch=Epoch(1),
+            info=self.info,
+            registered=service.enter(self.info),
             limits=limits,
             scheme=SCHEME,
             eos_token_ids=frozenset(),
             coordinator=self,
             mover=LateWriter(self.worker) if late else self.worker,
             forward=self.model.forward,
-            tells_content=False,
         )
         self._tokens: dict[str, tuple[int, ...]] = {}
         self._finished: dict[str, Finished] = {}
@@ -123,21 +133,55 @@ class TokenInstance:
         self.worker.stop()
 
 
+class Coordinator(Protocol):
+    """One life of a coordinator, or all of them, as a test has it."""
+
+    def start(self) -> Epoch: ...
+
+    def call(self, command: Command) -> Reply: ...
+
+    def stop(self) -> None: ...
+
+
+def in_this_process(**settings: Any) -> Callable[[], Coordinator]:
+    """Return what makes lives of a coordinator that remember what they have to."""
+    return partial(
+        CoordinatorActor,
+        scheme=SCHEME,
+        registry=ProcessRegistry(),
+        check_invariants=True,
+        tick_interval_s=0.05,
+        **settings,
+    )
+
+
 class TokenService:
     """A coordinator and the instances of a test."""
 
-    def __init__(self, *, paths: Sequence[Path] = ALL_PATHS, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        paths: Sequence[Path] = ALL_PATHS,
+        make_coordinator: Callable[[], Coordinator] | None = None,
+        **settings: Any,
+    ) -> None:
         self.paths = paths
-        self.coordinator = CoordinatorActor(
-            scheme=SCHEME,
-            epoch=Epoch(1),
-            check_invariants=True,
-            tick_interval_s=0.05,
-            **settings,
-        )
-        self.coordinator.start()
+        self._make_coordinator = make_coordinator or in_this_process(**settings)
+        self.coordinator = self._make_coordinator()
+        self.epoch = self.coordinator.start()
         self.instances: list[TokenInstance] = []
         self._calls = itertools.count(1)
+
+    def kill_coordinator(self) -> None:
+        """From now on it answers nobody."""
+        self.coordinator.stop()
+
+    def restart_coordinator(self) -> None:
+        """Another one answers, which knows of nobody."""
+        self.kill_coordinator()
+        coordinator = self._make_coordinator()
+        self.epoch = coordinator.start()
+        self.coordinator = coordinator
 
     def call_id(self) -> str:
         return f"test-{next(self._calls)}"
@@ -165,27 +209,19 @@ class TokenService:
         role: Role = "prefill",
         *,
         incarnation: int = 1,
-        max_model_len: int = 128,
     ) -> None:
-        info = make_info(
-            name,
-            role=role,
-            incarnation=Incarnation(incarnation),
-            identity=IDENTITY,
-            scheme=SCHEME,
-            block_tokens=BLOCK_TOKENS,
-            num_blocks=num_blocks,
-            rank_addresses=(address,),
-            max_model_len=max_model_len,
-        )
-        self.coordinator.call(RegisterInstance(call_id=self.call_id(), info=info))
+        self.enter(member_info(name, address, num_blocks, role, incarnation=incarnation))
+
+    def enter(self, info: InstanceInfo) -> Registered:
+        command = RegisterInstance(call_id=self.call_id(), info=info)
+        return expect(self.coordinator.call(command), Registered)
 
     def step(self, name: str, incarnation: int = 1, **parts: Any) -> StepReply:
         """Take a step for an instance without an engine."""
         reply = self.coordinator.call(
             Step(
                 call_id=self.call_id(),
-                epoch=Epoch(1),
+                epoch=self.epoch,
                 instance_id=InstanceId(name),
                 incarnation=Incarnation(incarnation),
                 token_budget=1000,
@@ -214,7 +250,9 @@ class TokenService:
     def router(self) -> Router:
         """Return a router over all instances that have an engine."""
         links = {
-            one.instance_id: EngineLink(engine=one, incarnation=Incarnation(1))
+            one.instance_id: EngineLink(
+                engine=one, role=one.info.role, incarnation=one.info.incarnation
+            )
             for one in self.instances
         }
         return Router(
@@ -252,6 +290,28 @@ class TokenService:
         for instance in self.instances:
             instance.stop()
         self.coordinator.stop()
+
+
+def member_info(
+    name: str,
+    address: str,
+    num_blocks: int,
+    role: Role,
+    *,
+    incarnation: int = 1,
+    max_model_len: int = 128,
+) -> InstanceInfo:
+    return make_info(
+        name,
+        role=role,
+        incarnation=Incarnation(incarnation),
+        identity=IDENTITY,
+        scheme=SCHEME,
+        block_tokens=BLOCK_TOKENS,
+        num_blocks=num_blocks,
+        rank_addresses=(address,),
+        max_model_len=max_model_len,
+    )
 
 
 def wait_until(is_true: Callable[[], bool], within_s: float = 20.0) -> None:

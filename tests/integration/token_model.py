@@ -147,6 +147,7 @@ class LateWriter:
 
     def __init__(self, worker: WorkerService) -> None:
         self.written, self.reused = worker.written, worker.reused
+        self.inventory = worker.inventory
         self._pull = worker.pull
 
     def pull(self, *, cancel: threading.Event, **asked: Any) -> PullOutcome:

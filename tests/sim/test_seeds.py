@@ -33,6 +33,8 @@ def test_200_seeds_of_2000_steps_violate_nothing() -> None:
     assert shown["requests"]["right"] > 10 * NUM_SEEDS
     assert shown["remote_hit_tokens"] > 100 * NUM_SEEDS
     assert shown["num_crashes"] > NUM_SEEDS // 4
+    assert shown["num_coordinator_restarts"] > NUM_SEEDS // 4
+    assert shown["stores"]["loaded_blocks"] > 10 * NUM_SEEDS
 
 
 @pytest.mark.long

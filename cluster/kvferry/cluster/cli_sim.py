@@ -105,6 +105,7 @@ def _to_json(
         "num_steps": report.num_steps,
         "virtual_s": round(report.virtual_s, 1),
         "num_crashes": report.num_crashes,
+        "num_coordinator_restarts": report.num_restarts,
         "requests": {
             "right": report.num_right,
             "given_up": report.num_given_up,
@@ -124,7 +125,8 @@ def _print(shown: dict[str, Any]) -> None:
     requests, stores = shown["requests"], shown["stores"]
     out.print(
         f"{shown['ran']} runs, {shown['num_steps']} steps, {shown['virtual_s']} virtual seconds, "
-        f"{shown['num_crashes']} crashes; requests: {requests['right']} right, "
+        f"{shown['num_crashes']} crashes, {shown['num_coordinator_restarts']} restarts of the "
+        f"coordinator; requests: {requests['right']} right, "
         f"{requests['given_up']} given up, {requests['failed']} failed; "
         f"{shown['remote_hit_tokens']} tokens came from peers; stores: {stores['saves']} saves, "
         f"{stores['loaded_blocks']} blocks loaded, {stores['resets']} resets"

@@ -8,6 +8,7 @@ from numbers import Real
 from typing import TypeVar, get_args
 
 from kvferry.cluster.grpc_control import ControlConnection
+from kvferry.cluster.moving_address import FindAddress, MovingAddress
 from kvferry.proto import control_codec as codec
 from kvferry.proto import description_codec
 from kvferry.proto.credentials import Credentials
@@ -81,19 +82,24 @@ class ControlClient:
         address: `host:port` of the front (`[host]:port` for IPv6).
         timeout_s: deadline of each call in seconds, at most `MAX_CALL_S`.
         credentials: what this client shows to the front, and asks of it; None speaks plaintext.
+        find: tells where the front is after a call that nobody answered, None: at this address.
 
     Raises:
         ConfigError: the address is not of that form, or the timeout out of range.
     """
 
     def __init__(
-        self, address: str, timeout_s: float, credentials: Credentials | None = None
+        self,
+        address: str,
+        timeout_s: float,
+        credentials: Credentials | None = None,
+        find: FindAddress | None = None,
     ) -> None:
         self.address = require_address(address)
         self.timeout_s = require_timeout(timeout_s)
         self._is_closed = False
         self._own_process = OwnProcess()
-        self._connection = ControlConnection(address, credentials)
+        self._connection = ControlConnection(MovingAddress(address, find), credentials)
 
     def call(self, command: Command, timeout_s: float | None = None) -> Reply:
         """Carry out one command and return the coordinator's reply.

@@ -6,6 +6,7 @@ A call of a Ray actor takes longer than all that the coordinator does in an engi
 from functools import cached_property
 
 from kvferry.cluster.grpc_control import ControlConnection
+from kvferry.cluster.moving_address import FindAddress, MovingAddress
 from kvferry.proto.credentials import Credentials
 from kvferry.proto.messages import Command, Reply
 from kvferry.proto.packed_messages import SCHEMA, pack_command, unpack_reply
@@ -15,16 +16,25 @@ from kvferry.proto.v1 import control_pb2 as pb
 class CoordinatorClient:
     """`CoordinatorPort` over a control front at `address` (host:port).
 
-    Travels as the address and the places of the credentials.
+    `find` tells where the front is after a call that nobody answered, None: at the same address.
+    Travels as these and the places of the credentials.
     """
 
-    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials | None = None,
+        find: FindAddress | None = None,
+    ) -> None:
         self.address = address
         self._credentials = credentials
+        self._find = find
 
-    def __reduce__(self) -> tuple[type["CoordinatorClient"], tuple[str, Credentials | None]]:
+    def __reduce__(
+        self,
+    ) -> tuple[type["CoordinatorClient"], tuple[str, Credentials | None, FindAddress | None]]:
         """Travel without the connection."""
-        return CoordinatorClient, (self.address, self._credentials)
+        return CoordinatorClient, (self.address, self._credentials, self._find)
 
     def call(self, command: Command, *, timeout_s: float) -> Reply:
         """Have a command of an engine or a store executed; see `CoordinatorPort.call`."""
@@ -39,4 +49,4 @@ class CoordinatorClient:
 
     @cached_property
     def _connection(self) -> ControlConnection:
-        return ControlConnection(self.address, self._credentials)
+        return ControlConnection(MovingAddress(self.address, self._find), self._credentials)

@@ -5,8 +5,9 @@ from contextlib import contextmanager
 
 import grpc
 
+from kvferry.cluster.moving_address import MovingAddress
 from kvferry.proto.credentials import Credentials
-from kvferry.proto.errors import CredentialsError, UnavailableError
+from kvferry.proto.errors import CredentialsError, DeadlineError, UnavailableError
 from kvferry.proto.grpc_channel import open_channel
 from kvferry.proto.v1 import control_pb2_grpc
 from kvferry.worker.grpc_errors import error_of_call
@@ -16,14 +17,14 @@ class ControlConnection:
     """Connects at its first call. Safe to use from several threads; close it when done.
 
     Args:
-        address: `host:port` of the front.
+        place: the front's address; where nobody answers any more, it is looked up again.
         credentials: what it shows to the front, and asks of it; None speaks plaintext.
     """
 
-    def __init__(self, address: str, credentials: Credentials | None) -> None:
-        self._address = address
+    def __init__(self, place: MovingAddress, credentials: Credentials | None) -> None:
+        self._place = place
         self._credentials = credentials
-        self._opened: tuple[grpc.Channel, control_pb2_grpc.ControlStub] | None = None
+        self._opened: tuple[str, grpc.Channel, control_pb2_grpc.ControlStub] | None = None
 
     @contextmanager
     def stub(self) -> Iterator[control_pb2_grpc.ControlStub]:
@@ -35,21 +36,23 @@ class ControlConnection:
             ConfigError: a file of the credentials cannot be used.
             KvferryError: whatever the coordinator refused the call with.
         """
-        opened = self._opened
-        if opened is None:
-            channel = open_channel(self._address, self._credentials)
-            opened = self._opened = channel, control_pb2_grpc.ControlStub(channel)
+        opened, address = self._opened, str(self._place)
+        if opened is None or opened[0] != address:
+            channel = open_channel(address, self._credentials)
+            opened = self._opened = address, channel, control_pb2_grpc.ControlStub(channel)
         try:
-            yield opened[1]
+            yield opened[2]
         except grpc.RpcError as failed:
-            error = error_of_call(failed, self._address, self._credentials)
+            error = error_of_call(failed, address, self._credentials)
             # The next call reads the files of the credentials anew; others under way go on.
             if isinstance(error, UnavailableError | CredentialsError) and self._opened is opened:
                 self._opened = None
+            if isinstance(error, UnavailableError | DeadlineError):
+                self._place.look_again()
             raise error from None
 
     def close(self) -> None:
         """Close the channel. Calls under way end with UnavailableError."""
         opened, self._opened = self._opened, None
         if opened is not None:
-            opened[0].close()
+            opened[1].close()

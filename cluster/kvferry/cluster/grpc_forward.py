@@ -6,8 +6,9 @@ from typing import Any
 
 import grpc
 
+from kvferry.cluster.moving_address import MovingAddress
 from kvferry.proto.credentials import Credentials
-from kvferry.proto.errors import KvferryError, UnavailableError
+from kvferry.proto.errors import DeadlineError, KvferryError, UnavailableError
 from kvferry.proto.grpc_front import abort
 from kvferry.worker.grpc_channels import Channels
 from kvferry.worker.grpc_errors import encoded_error, require_deadline
@@ -21,16 +22,16 @@ class ForwardedService(grpc.GenericRpcHandler):
 
     Args:
         name: full name of the service; its methods need not be known.
-        address: `host:port` of the front that answers.
+        place: the address of the front that answers.
         who: answers there; for errors.
         credentials: what is shown to that front, and asked of it; None speaks plaintext.
     """
 
     def __init__(
-        self, name: str, *, address: str, who: str, credentials: Credentials | None
+        self, name: str, *, place: MovingAddress, who: str, credentials: Credentials | None
     ) -> None:
         self._prefix = f"/{name}/"
-        self._address = address
+        self._place = place
         self._who = who
         self._channels = Channels(credentials)
 
@@ -66,8 +67,9 @@ class ForwardedService(grpc.GenericRpcHandler):
             UnavailableError: nobody answers there.
             KvferryError: as gRPC fails.
         """
+        address = str(self._place)
         try:
-            with self._channels.lend(self._address) as channel:
+            with self._channels.lend(address) as channel:
                 call: Callable[..., bytes] = channel.unary_unary(method)
                 try:
                     return call(request, timeout=timeout_s)
@@ -76,6 +78,10 @@ class ForwardedService(grpc.GenericRpcHandler):
                         raise
                     return failed
         except UnavailableError as error:
+            self._place.look_again()
             raise UnavailableError(
-                f"{self._who} does not answer: {error.message}", given=self._address
+                f"{self._who} does not answer: {error.message}", given=address
             ) from error
+        except DeadlineError:
+            self._place.look_again()
+            raise

@@ -2,16 +2,20 @@
 
 A publisher lives as long as the coordinator, not as long as its instance: the next life of an
 instance goes on with the next number, so its readers need neither a new endpoint nor a new start.
+The next life of the coordinator publishes at the same endpoints, as far as they are free.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.cluster.kv_events_publisher import KvEventsPublisher, PublisherSettings
 from kvferry.cluster.kv_events_translation import kv_events
+from kvferry.cluster.record import KV_EVENTS, KV_REPLAYS, Record
 from kvferry.coordinator.pool_events import PoolEvent
 from kvferry.proto.bind import reachable_address
+from kvferry.proto.errors import KvferryError, PortTakenError
 from kvferry.proto.ids import InstanceId
 from kvferry.proto.kv_events import HashForm
 from kvferry.proto.kv_events_endpoint import endpoint_of_rank
@@ -19,6 +23,8 @@ from kvferry.proto.messages import KvEventsPlace
 
 # Telling everything costs time under the coordinator's lock.
 SNAPSHOT_EVERY_S = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 def topic_of(instance_id: InstanceId) -> str:
@@ -41,10 +47,11 @@ class KvEventsOutlet:
 
     Args:
         settings: of every publisher, but for the topic. A port counts up from instance to instance
-            in order of registration, unless the system chooses.
+            in order of their first registration, unless the system chooses.
         hash_form: how hashes are told.
         reach_host: the address by which others reach this machine, told where a publisher listens
             at all of them.
+        record: remembers the endpoints for the next life of the coordinator.
         clock: seconds that never go back.
     """
 
@@ -53,13 +60,22 @@ class KvEventsOutlet:
         settings: PublisherSettings,
         hash_form: HashForm,
         reach_host: Callable[[], str],
+        record: Record,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Start without instances.
+
+        Raises:
+            UnavailableError: the record cannot be read.
+        """
         self._settings = settings
         self._hash_form = hash_form
         self._reach_host = reach_host
         self._clock = clock
         self._streams: dict[InstanceId, _Stream] = {}
+        self._record = record
+        self._kept: dict[str, str] = record.read(KV_EVENTS)
+        self._kept_replays: dict[str, str] = record.read(KV_REPLAYS)
 
     def open(self, instance_id: InstanceId) -> None:
         """Start an instance's publisher if it has none.
@@ -70,14 +86,45 @@ class KvEventsOutlet:
         """
         if instance_id in self._streams:
             return
-        topic, number, settings = topic_of(instance_id), len(self._streams), self._settings
-        endpoint, replay = settings.endpoint, settings.replay_endpoint
-        if settings.listens:
-            endpoint = endpoint_of_rank(endpoint, number)
-        if replay is not None:
-            replay = endpoint_of_rank(replay, number)
-        own = replace(settings, endpoint=endpoint, replay_endpoint=replay, topic=topic)
-        self._streams[instance_id] = _Stream(KvEventsPublisher(own), topic)
+        publisher = self._publisher(instance_id)
+        self._streams[instance_id] = _Stream(publisher, topic_of(instance_id))
+        self._keep(instance_id, publisher)
+
+    def _publisher(self, instance_id: InstanceId) -> KvEventsPublisher:
+        """Return one at the endpoints that the instance had, or at those that the settings say.
+
+        Raises:
+            KvferryError: as `KvEventsPublisher`.
+        """
+        known = list(self._kept)
+        number = known.index(instance_id) if instance_id in known else len(known)
+        made = replace(self._settings, topic=topic_of(instance_id))
+        if made.listens:
+            made = replace(made, endpoint=endpoint_of_rank(made.endpoint, number))
+        if made.replay_endpoint is not None:
+            made = replace(made, replay_endpoint=endpoint_of_rank(made.replay_endpoint, number))
+        if instance_id in known:
+            again = replace(
+                made,
+                bind=made.listens,
+                endpoint=self._kept[instance_id],
+                replay_endpoint=self._kept_replays.get(instance_id),
+            )
+            try:
+                return KvEventsPublisher(again)
+            except PortTakenError as error:
+                _log.warning("%s publishes at another endpoint: %s", instance_id, error)
+        return KvEventsPublisher(made)
+
+    def _keep(self, instance_id: InstanceId, publisher: KvEventsPublisher) -> None:
+        self._kept[instance_id] = publisher.endpoint
+        if publisher.replay_endpoint is not None:
+            self._kept_replays[instance_id] = publisher.replay_endpoint
+        try:
+            self._record.write(KV_EVENTS, self._kept)
+            self._record.write(KV_REPLAYS, self._kept_replays)
+        except KvferryError as error:
+            _log.warning("the endpoint of %s is not remembered: %s", instance_id, error)
 
     def publish(self, instance_id: InstanceId, events: Sequence[PoolEvent]) -> None:
         """Queue the events of one command as an instance's next batch."""

@@ -17,12 +17,14 @@ from kvferry.cluster.control_client import ControlClient
 from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.cluster.engine_info import AttachedEngine, EngineInfo
 from kvferry.cluster.engine_roll import EngineRoll
+from kvferry.cluster.moving_address import FindAddress, MovingAddress
 from kvferry.cluster.node_config import NodeConfig
 from kvferry.cluster.node_server import NodeServer
+from kvferry.cluster.store_watch import StoreWatch
 from kvferry.proto.bind import reachable_address
 from kvferry.proto.errors import DeadlineError, KvferryError, ResourcesError, UnavailableError
 from kvferry.proto.identity import Identity
-from kvferry.proto.ids import Incarnation, InstanceId
+from kvferry.proto.ids import Epoch, Incarnation, InstanceId
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
     Describe,
@@ -35,6 +37,7 @@ from kvferry.proto.messages import (
 )
 from kvferry.proto.scheme import HashScheme
 from kvferry.worker.actor import StoreConfig, WorkerActor
+from kvferry.worker.coordinator_reserver import Call
 
 CALL_TIMEOUT_S = 10.0
 STOP_CALL_TIMEOUT_S = 1.0
@@ -48,6 +51,16 @@ _log = logging.getLogger(__name__)
 class _Store:
     worker: WorkerActor
     info: InstanceInfo
+    call: Call
+
+    def is_known(self, epoch: Epoch) -> bool:
+        """See `WatchedStore.is_known`."""
+        return self.worker.is_known(epoch)
+
+    def come_back(self) -> None:
+        """See `WatchedStore.come_back`."""
+        num_blocks = self.worker.come_back(self.call, self.info)
+        _log.info("%s has come back with %d blocks", self.info.instance_id, num_blocks)
 
     @property
     def attached(self) -> AttachedStore:
@@ -61,18 +74,27 @@ class _Store:
 
 
 class StoreNode:
-    """Construct, `start`; then it serves until `stop`. Thread-safe."""
+    """Construct, `start`; then it serves until `stop`. Thread-safe.
+
+    Args:
+        config: what it is made of.
+        find_coordinator: tells where the coordinator's front is; None: where the config says.
+    """
 
     # A Ray actor whose constructor fails is hard to tell from one that died: nothing happens here.
-    def __init__(self, config: NodeConfig) -> None:
+    def __init__(self, config: NodeConfig, find_coordinator: FindAddress | None = None) -> None:
         self._config = config
-        self._coordinator = CoordinatorClient(config.coordinator, config.credentials)
+        self._find_coordinator = find_coordinator
+        self._coordinator = CoordinatorClient(
+            config.coordinator, config.credentials, find_coordinator
+        )
         # Held while a store is made: engines of one identity that start at once get one store.
         self._lock = threading.Lock()
         self._stores: dict[Identity, _Store] = {}
         self._roll = EngineRoll()
         self._scheme: HashScheme | None = None
         self._front: NodeServer | None = None
+        self._watch: StoreWatch | None = None
 
     def start(self) -> str:
         """Serve, and return the front's address as other hosts reach it.
@@ -90,7 +112,9 @@ class StoreNode:
             if self._is_ours(status.info.instance_id):
                 self._remove(status.info, "its node has started anew", CALL_TIMEOUT_S)
         with self._lock:
-            self._front = NodeServer(self, config)
+            place = MovingAddress(config.coordinator, self._find_coordinator)
+            self._front = NodeServer(self, config, place)
+            self._watch = StoreWatch(self._control_client(), lambda: list(self._stores.values()))
             self._scheme = description.scheme
         return self.front_address()
 
@@ -150,6 +174,9 @@ class StoreNode:
         front, self._front = self._front, None
         if front is not None:
             front.stop()
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
         with self._lock:
             self._scheme = None
             stores, self._stores = list(self._stores.values()), {}
@@ -197,15 +224,15 @@ class StoreNode:
                 rank_pids=(started.pid,),
                 version=version("kvferry"),
             )
-            self._register(worker, info)
+            call = partial(self._coordinator.call, timeout_s=CALL_TIMEOUT_S)
+            self._register(worker, info, call)
         except BaseException:
             worker.stop()
             raise
         _log.info("%s holds %d blocks for %s", info.instance_id, info.num_blocks, identity.model)
-        return _Store(worker=worker, info=info)
+        return _Store(worker=worker, info=info, call=call)
 
-    def _register(self, worker: WorkerActor, info: InstanceInfo) -> None:
-        call = partial(self._coordinator.call, timeout_s=CALL_TIMEOUT_S)
+    def _register(self, worker: WorkerActor, info: InstanceInfo, call: Call) -> None:
         command = RegisterInstance(call_id=f"{info.instance_id}/{info.incarnation}", info=info)
         try:
             registered = expect(call(command), Registered)
@@ -214,7 +241,9 @@ class StoreNode:
             with contextlib.suppress(KvferryError):
                 self._remove(info, "its registration was not answered", STOP_CALL_TIMEOUT_S)
             raise
-        worker.set_coordinator(call, registered.epoch)
+        watch = self._watch
+        assert watch is not None
+        worker.set_coordinator(call, registered.epoch, watch.look)
 
     def _require_place(self) -> None:
         config = self._config
@@ -243,11 +272,14 @@ class StoreNode:
         return instance_id.rpartition("-")[0] == f"store-{self._config.host}"
 
     def _describe(self) -> Description:
-        config = self._config
-        with contextlib.closing(
-            ControlClient(config.coordinator, CALL_TIMEOUT_S, config.credentials)
-        ) as client:
+        with contextlib.closing(self._control_client()) as client:
             return client.ask(Describe(), Description)
+
+    def _control_client(self) -> ControlClient:
+        config = self._config
+        return ControlClient(
+            config.coordinator, CALL_TIMEOUT_S, config.credentials, self._find_coordinator
+        )
 
     def _remove(self, info: InstanceInfo, reason: str, timeout_s: float) -> None:
         command = RemoveInstance(

@@ -19,6 +19,7 @@ from kvferry.cluster.engine_info import (
     engine_from_pb,
 )
 from kvferry.cluster.grpc_forward import ForwardedService
+from kvferry.cluster.moving_address import MovingAddress
 from kvferry.cluster.node_config import NodeConfig
 from kvferry.coordinator.control_server import SERVICE_NAME as CONTROL
 from kvferry.proto.bind import join_address
@@ -52,19 +53,20 @@ class NodeServer:
 
     Args:
         node: what answers, but for the control front's calls.
-        config: where it listens, and where the coordinator does.
+        config: where it listens.
+        coordinator: where the coordinator does.
 
     Raises:
         PortTakenError: another process listens on the port.
         ConfigError: this machine cannot listen on `bind`, or not with these credentials.
     """
 
-    def __init__(self, node: Node, config: NodeConfig) -> None:
+    def __init__(self, node: Node, config: NodeConfig, coordinator: MovingAddress) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvferry-node")
         self._health = health.HealthServicer()
         self._control = ForwardedService(
             CONTROL,
-            address=config.coordinator,
+            place=coordinator,
             who="the coordinator",
             credentials=config.credentials,
         )

@@ -1,7 +1,6 @@
 """One engine step, as an engine makes it, against an empty call of a Ray actor."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,14 +8,13 @@ import ray
 
 from kvferry.cluster import naming, ray_cluster
 from kvferry.cluster.bench.rows import Row, elapsed_ns, measure_pairs
-from kvferry.cluster.bench.step_cycle import EPOCH, SCHEME, STEP_BLOCKS, StepCycle, registration
+from kvferry.cluster.bench.step_cycle import SCHEME, STEP_BLOCKS, StepCycle, registration
 from kvferry.cluster.coordinator_client import CoordinatorClient
-from kvferry.cluster.ray_handles import RayCoordinatorActor, get
-from kvferry.coordinator.control_server import ControlServer
+from kvferry.cluster.coordinator_process import FrontAddresses, FrontSettings
+from kvferry.cluster.ray_coordinator import OPTIONS, RayCoordinatorActor
+from kvferry.cluster.ray_handles import get
 from kvferry.proto.errors import InvariantError
-from kvferry.proto.ids import Epoch
-from kvferry.proto.messages import expect
-from kvferry.proto.scheme import HashScheme
+from kvferry.proto.messages import Registered, expect
 from kvferry.proto.step_messages import Step, StepReply
 
 remote: Any = ray.remote  # its types do not know all options
@@ -35,10 +33,10 @@ def step_rows(seconds: float) -> Iterator[Row]:
         UnavailableError, DeadlineError: Ray does not start or does not answer.
         InvariantError: a step was not granted its blocks.
     """
-    with _running_actors(SCHEME, EPOCH) as actors:
+    with _running_actors() as actors:
         coordinator, call_nothing = actors
-        coordinator.call(registration(), timeout_s=_CALL_TIMEOUT_S)
-        cycle = StepCycle()
+        reply = coordinator.call(registration(), timeout_s=_CALL_TIMEOUT_S)
+        cycle = StepCycle(expect(reply, Registered).epoch)
 
         def call(step: Step) -> StepReply:
             return expect(coordinator.call(step, timeout_s=_CALL_TIMEOUT_S), StepReply)
@@ -79,27 +77,23 @@ class IdleActor:
 
 
 @contextlib.contextmanager
-def _running_actors(
-    scheme: HashScheme, epoch: Epoch
-) -> Iterator[tuple[CoordinatorClient, CallNothing]]:
+def _running_actors() -> Iterator[tuple[CoordinatorClient, CallNothing]]:
     """Yield a started coordinator, as a service has it, and a call of an idle actor.
 
     Raises:
         UnavailableError, DeadlineError: Ray does not start or does not answer.
     """
     with ray_cluster.connected("local", num_ranks=1, namespace=naming.new_namespace()):
-        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
-        coordinator = remote(**options)(RayCoordinatorActor).remote(scheme=scheme, epoch=epoch)
-        idle = remote(**options)(IdleActor).remote()
+        coordinator = remote(**OPTIONS)(RayCoordinatorActor).remote(
+            service_id=naming.new_service_id(), fronts=FrontSettings(), scheme=SCHEME
+        )
+        idle = remote(**OPTIONS)(IdleActor).remote()
 
         def call_nothing(timeout_s: float) -> None:
             get(idle.nothing.remote(), timeout_s=timeout_s, who="the idle actor")
 
-        front = functools.partial(ControlServer, bind="127.0.0.1", port=0, insecure=False)
-        starting: Any = coordinator.start.remote(front=front)
-        get(starting, timeout_s=START_TIMEOUT_S, who="the coordinator")
-        address = get(
-            coordinator.front_address.remote(), timeout_s=START_TIMEOUT_S, who="the coordinator"
+        addresses: FrontAddresses = get(
+            coordinator.start.remote(), timeout_s=START_TIMEOUT_S, who="the coordinator"
         )
         call_nothing(START_TIMEOUT_S)
-        yield CoordinatorClient(address), call_nothing
+        yield CoordinatorClient(addresses.control), call_nothing

@@ -2,31 +2,29 @@
 
 import asyncio
 import contextlib
-import gc
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayTaskError,
+)
 
-from kvferry.cluster import ray_cluster
-from kvferry.cluster.metrics.coordinator_front import coordinator_front
-from kvferry.cluster.metrics.metrics_server import MetricsServer
 from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
-from kvferry.coordinator.actor import CoordinatorActor, StartFront, StartOutlet
-from kvferry.proto.bind import reachable_address
 from kvferry.proto.errors import (
     DeadlineError,
     InstanceDiedError,
     KvferryError,
     UnavailableError,
 )
-from kvferry.proto.ids import Epoch, InstanceId, RequestId
+from kvferry.proto.ids import InstanceId, RequestId
 from kvferry.proto.messages import Command, Reply
 
-_RARE_COLLECTIONS = (100_000, 20, 20)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -35,9 +33,10 @@ def get(ref: Any, *, timeout_s: float, who: str) -> Any:
 
     Raises:
         KvferryError: as the actor raised it.
-        InstanceDiedError: the actor's process is gone.
+        InstanceDiedError: the actor's process is gone for good.
         DeadlineError: no answer in time.
-        UnavailableError: the actor failed in another way.
+        UnavailableError: the actor's process is gone, and another comes; or the actor failed in
+            another way.
     """
     try:
         return ray.get(ref, timeout=timeout_s)
@@ -75,7 +74,10 @@ def translated(error: Exception, *, who: str, timeout_s: float) -> KvferryError:
     if isinstance(error, GetTimeoutError | TimeoutError):
         return DeadlineError(f"{who} did not answer", given=f"{timeout_s:g} s")
     if isinstance(error, RayActorError):
-        return InstanceDiedError(f"the process of {who} is gone: {_reason(error)}", given=who)
+        # Of an actor that Ray makes anew, the calls until then have failed and may have run.
+        comes_back = isinstance(error, ActorUnavailableError)
+        kind = UnavailableError if comes_back else InstanceDiedError
+        return kind(f"the process of {who} is gone: {_reason(error)}", given=who)
     return UnavailableError(f"{who} cannot be reached: {error!r}")
 
 
@@ -86,42 +88,6 @@ def _reason(error: RayActorError) -> str:
     if error.actor_init_failed:
         return lines[-1]  # the exception that ended the start
     return lines[0] if lines else repr(error)
-
-
-class RayCoordinatorActor(CoordinatorActor):
-    """The coordinator as Ray runs it: what is due in a process of its own."""
-
-    _metrics: MetricsServer | None = None
-
-    def start(self, front: StartFront | None = None, outlet: StartOutlet | None = None) -> Epoch:
-        """Begin to answer; see `CoordinatorActor.start`."""
-        epoch = super().start(front, outlet)
-        # The core makes no reference cycles, but its many small tuples set the collector off all
-        # the time: it took two fifths of an engine step. What is here now stays for good.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*_RARE_COLLECTIONS)
-        return epoch
-
-    def engine_address(self) -> str | None:
-        """Return where the engines of all nodes reach the front; None without one."""
-        address = self.front_address()
-        return None if address is None else reachable_address(address, ray_cluster.node_host)
-
-    def serve_metrics(self, *, bind: str, port: int, insecure: bool) -> str:
-        """Serve metrics until `stop`, and return where all nodes reach them.
-
-        Raises:
-            InsecureBindError, PortTakenError, ConfigError: as `MetricsServer`.
-        """
-        self._metrics = coordinator_front(self.call, bind=bind, port=port, insecure=insecure)
-        return reachable_address(self._metrics.address, ray_cluster.node_host)
-
-    def stop(self) -> None:
-        """Stop everything; see `CoordinatorActor.stop`."""
-        super().stop()
-        if self._metrics is not None:
-            self._metrics.stop()
 
 
 class RayAsyncCoordinator:

@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -21,26 +21,26 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from kvferry.cluster import naming, ray_cluster, ray_environment
 from kvferry.cluster.config import ServiceConfig, require_reachable_bind
 from kvferry.cluster.coordinator_client import CoordinatorClient
-from kvferry.cluster.kv_events_outlet import KvEventsOutlet
+from kvferry.cluster.coordinator_process import FrontAddresses, FrontSettings
 from kvferry.cluster.kv_events_publisher import PublisherSettings
 from kvferry.cluster.progress import Progress
+from kvferry.cluster.ray_coordinator import OPTIONS, RayCoordinatorActor
 from kvferry.cluster.ray_handles import (
     RayAsyncCoordinator,
-    RayCoordinatorActor,
     RayEngine,
     end_actors,
     get,
 )
 from kvferry.cluster.ray_ranks import RankPlacement, spawn_rank
+from kvferry.cluster.ray_record import RayRecord, find_front
 from kvferry.cluster.serving.legs import EngineLink
 from kvferry.cluster.serving.rank import RankSettings
 from kvferry.cluster.serving.rank_actor import RankActor
 from kvferry.cluster.signals import interrupts_held
-from kvferry.coordinator.control_server import ControlServer
-from kvferry.proto.errors import DeadlineError
+from kvferry.proto.errors import DeadlineError, KvferryError
 from kvferry.proto.hashing import make_scheme
 from kvferry.proto.identity import Identity
-from kvferry.proto.ids import Epoch, InstanceId
+from kvferry.proto.ids import InstanceId
 from kvferry.proto.listening import require_free
 from kvferry.proto.messages import InstanceInfo, Role
 from kvferry.proto.scheme import HashScheme
@@ -106,7 +106,10 @@ class RayService:
         """Stop engines, then the coordinator, and give all resources back. Repeatable."""
         with interrupts_held():
             end_actors(list(self._ranks.values()), STOP_TIMEOUT_S)
-            end_actors([self._coordinator] if self._coordinator is not None else [], STOP_TIMEOUT_S)
+            if self._coordinator is not None:
+                end_actors([self._coordinator], STOP_TIMEOUT_S)
+                with contextlib.suppress(KvferryError):  # then the cluster is gone, and it too
+                    RayRecord(self._service_id).delete()
             for group in self._groups:
                 with contextlib.suppress(Exception):
                     remove_placement_group(group)
@@ -136,48 +139,49 @@ class RayService:
             f"starting {len(roles)} instances of {self.config.num_ranks} ranks: "
             "loading the model in each"
         )
-        coordinator = CoordinatorClient(self.control_address, self.config.credentials)
+        coordinator = CoordinatorClient(
+            self.control_address, self.config.credentials, find_front(self._service_id)
+        )
         starting = {rank.start.remote(coordinator): i for i, rank in self._ranks.items()}
         self.instances = self._all_started(starting, deadline)
 
     def _start_coordinator(self) -> None:
         config = self.config
-        actor = remote(num_cpus=0, max_restarts=0, max_task_retries=0)(RayCoordinatorActor)
-        self._coordinator = actor.options(
-            name=naming.coordinator_name(self._service_id), runtime_env=self._environment(1)
-        ).remote(
-            scheme=self.scheme,
-            epoch=Epoch(1),
-            expected_identity=self.identity,
-            sample_block_every=config.sample_block_every,
-        )
-        front = functools.partial(
-            ControlServer,
-            bind=config.bind,
-            port=config.port,
-            insecure=config.insecure,
-            credentials=config.credentials,
-            reflection=config.reflection,
-        )
-        ref: Any = self._coordinator.start.remote(front=front, outlet=self._outlet())
-        get(ref, timeout_s=COORDINATOR_START_TIMEOUT_S, who="the coordinator")
-        address = self._coordinator.engine_address.remote()
-        self.control_address = get(
-            address, timeout_s=COORDINATOR_START_TIMEOUT_S, who="the coordinator"
-        )
-        if config.metrics_port is not None:
-            serving: Any = self._coordinator.serve_metrics.remote(
-                bind=config.bind, port=config.metrics_port, insecure=config.insecure
+        self._coordinator = (
+            remote(**OPTIONS)(RayCoordinatorActor)
+            .options(
+                name=naming.coordinator_name(self._service_id), runtime_env=self._environment(1)
             )
-            self.metrics_address = get(
-                serving, timeout_s=COORDINATOR_START_TIMEOUT_S, who="the coordinator"
+            .remote(
+                service_id=self._service_id,
+                fronts=FrontSettings(
+                    bind=config.bind,
+                    port=config.port,
+                    insecure=config.insecure,
+                    credentials=config.credentials,
+                    reflection=config.reflection,
+                    metrics_port=config.metrics_port,
+                    kv_events=self._kv_events(),
+                    hash_form="uint64" if config.kv_events is None else config.kv_events.hash_form,
+                ),
+                scheme=self.scheme,
+                expected_identity=self.identity,
+                sample_block_every=config.sample_block_every,
             )
+        )
+        addresses: FrontAddresses = get(
+            self._coordinator.start.remote(),
+            timeout_s=COORDINATOR_START_TIMEOUT_S,
+            who="the coordinator",
+        )
+        self.control_address = addresses.control
+        self.metrics_address = addresses.metrics or ""
 
-    def _outlet(self) -> Callable[[], KvEventsOutlet] | None:
+    def _kv_events(self) -> PublisherSettings | None:
         events = self.config.kv_events
         if events is None:
             return None
-        settings = PublisherSettings(
+        return PublisherSettings(
             endpoint=events.endpoint,
             replay_endpoint=events.replay_endpoint,
             bind=events.bind,
@@ -185,7 +189,6 @@ class RayService:
             encoding=events.encoding,
             buffer_batches=events.buffer_batches,
         )
-        return functools.partial(KvEventsOutlet, settings, events.hash_form, ray_cluster.node_host)
 
     def _place_instance(self, role: Role, index: int, share: float, deadline: float) -> None:
         """Reserve a place for every rank of an instance, and make its rank 0, which makes them."""
@@ -267,7 +270,8 @@ class RayService:
 
     def _launched(self, info: InstanceInfo) -> Launched:
         engine = RayEngine(self._ranks[info.instance_id], info.instance_id)
-        return Launched(info=info, link=EngineLink(engine=engine, incarnation=info.incarnation))
+        link = EngineLink(engine=engine, role=info.role, incarnation=info.incarnation)
+        return Launched(info=info, link=link)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ The caller is connected to the cluster, in `naming.SERVICES_NAMESPACE`.
 """
 
 import contextlib
-import functools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,8 +17,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvferry.cluster import naming, ray_cluster, ray_environment
 from kvferry.cluster.config import require_reachable_bind
+from kvferry.cluster.coordinator_process import FrontAddresses, FrontSettings
 from kvferry.cluster.progress import Progress
-from kvferry.cluster.ray_handles import RayCoordinatorActor, end_actors, get
+from kvferry.cluster.ray_coordinator import OPTIONS, RayCoordinatorActor
+from kvferry.cluster.ray_handles import end_actors, get
+from kvferry.cluster.ray_record import RayRecord
 from kvferry.cluster.ray_store_node import RayStoreNode
 from kvferry.cluster.signals import interrupts_held
 from kvferry.cluster.up_config import (
@@ -29,14 +31,13 @@ from kvferry.cluster.up_config import (
     UpConfig,
     require_same_node,
 )
-from kvferry.coordinator.control_server import ControlServer
 from kvferry.proto.errors import (
     BusyError,
     DeadlineError,
+    KvferryError,
     NotFoundError,
     UnavailableError,
 )
-from kvferry.proto.ids import Epoch
 from kvferry.proto.messages import Describe, Description
 from kvferry.proto.scheme import require_equal_schemes
 
@@ -88,7 +89,8 @@ def up(config: UpConfig, progress: Progress) -> ServicePlaces:
         else:
             progress("starting the coordinator")
             coordinator = _new_coordinator(config, make)
-        address = _ask(coordinator.engine_address.remote(), "the coordinator")
+        fronts: FrontAddresses = _ask(coordinator.start.remote(), "the coordinator")
+        address = fronts.control
         missing = {host: node_id for host, node_id in node_ids.items() if host not in found.nodes}
         if missing:
             progress(f"starting a node on {len(missing)} hosts: {', '.join(missing)}")
@@ -126,6 +128,7 @@ def down(name: str) -> Removed:
                     f"service {name} is not gone yet", given=f"{GONE_TIMEOUT_S:g} s"
                 )
             time.sleep(GONE_POLL_S)
+        RayRecord(name).delete()
     return Removed(
         name=name, coordinator=found.coordinator is not None, hosts=tuple(sorted(found.nodes))
     )
@@ -138,9 +141,15 @@ def any_front(name: str) -> str:
         NotFoundError: no such service here.
         KvferryError: no node answers.
     """
+    failure: KvferryError = NotFoundError(
+        "no such service in this Ray cluster", given=name, allowed="kvferry up"
+    )
     for host, node in _find(name).nodes.items():
-        return str(_ask(node.front_address.remote(), f"the node at {host}"))
-    raise NotFoundError("no such service in this Ray cluster", given=name, allowed="kvferry up")
+        try:
+            return str(_ask(node.front_address.remote(), f"the node at {host}"))
+        except KvferryError as error:
+            failure = error
+    raise failure
 
 
 def resolve_service(name: str = naming.DEFAULT_SERVICE) -> str:
@@ -182,8 +191,7 @@ class _Make:
         self._options = {
             "namespace": naming.SERVICES_NAMESPACE,
             "lifetime": "detached",
-            "num_cpus": 0,
-            "max_task_retries": 0,
+            **OPTIONS,
             "runtime_env": ray_environment.of_actor(
                 hash_seed=config.hash_seed, threads=1, credentials=config.credentials
             ),
@@ -221,22 +229,18 @@ def _made(config: UpConfig) -> Iterator[_Make]:
 
 
 def _new_coordinator(config: UpConfig, make: _Make) -> ActorHandle[Any]:
-    # A later service of the same name must not look like an earlier life of this one.
-    epoch = Epoch(int(time.time()))
     actor = make(
         RayCoordinatorActor,
-        {"scheme": config.scheme, "epoch": epoch},
+        {
+            "service_id": config.name,
+            "fronts": FrontSettings(
+                bind=config.bind, insecure=config.insecure, credentials=config.credentials
+            ),
+            "scheme": config.scheme,
+        },
         name=naming.coordinator_name(config.name),
-        max_restarts=0,
     )
-    front = functools.partial(
-        ControlServer,
-        bind=config.bind,
-        port=0,
-        insecure=config.insecure,
-        credentials=config.credentials,
-    )
-    starting: Any = actor.start.remote(front=front)
+    starting: Any = actor.start.remote()
     get(starting, timeout_s=config.start_timeout_s, who="the coordinator")
     return actor
 
@@ -251,9 +255,11 @@ def _start_nodes(
     nodes = {
         host: make(
             RayStoreNode,
-            {"config": config.node(host, coordinator=coordinator)},
+            {
+                "config": config.node(host, coordinator=coordinator),
+                "service_id": config.name,
+            },
             name=naming.node_name(config.name, host),
-            max_restarts=-1,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         for host, node_id in node_ids.items()

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from kvferry.coordinator.pool_events import PoolEvent
+from kvferry.coordinator.registry import Memory, Registry
 from kvferry.coordinator.service import CoordinatorService
 from kvferry.proto.errors import UnavailableError
 from kvferry.proto.identity import Identity
@@ -23,6 +24,7 @@ from kvferry.proto.messages import (
     KvEventsPlace,
     RegisterInstance,
     Reply,
+    ResetIdentity,
     Tick,
 )
 from kvferry.proto.scheme import HashScheme
@@ -83,7 +85,8 @@ class CoordinatorActor:
     """One coordinator process. The constructor keeps its arguments and cannot fail.
 
     Args:
-        scheme, epoch, expected_identity, lease_cap_s, step_lease_s, sample_block_every,
+        registry: what this life takes over from earlier ones, and leaves to later ones.
+        scheme, expected_identity, lease_cap_s, step_lease_s, sample_block_every,
             check_invariants: as `CoordinatorService`.
         tick_interval_s: how often deadlines are looked at when no command comes.
 
@@ -92,8 +95,8 @@ class CoordinatorActor:
     def __init__(
         self,
         *,
+        registry: Registry,
         scheme: HashScheme,
-        epoch: Epoch,
         expected_identity: Identity | None = None,
         lease_cap_s: float = 300.0,
         step_lease_s: float = 60.0,
@@ -101,11 +104,10 @@ class CoordinatorActor:
         check_invariants: bool = False,
         tick_interval_s: float = 0.5,
     ) -> None:
-        self._epoch = epoch
+        self._registry = registry
         self._make_service = partial(
             CoordinatorService,
             scheme=scheme,
-            epoch=epoch,
             expected_identity=expected_identity,
             lease_cap_s=lease_cap_s,
             step_lease_s=step_lease_s,
@@ -114,6 +116,7 @@ class CoordinatorActor:
         )
         self._tick_interval_s = tick_interval_s
         self._lock = threading.Lock()
+        self._saving = threading.Lock()
         self._service: CoordinatorService | None = None
         self._front: Front | None = None
         self._outlet: EventOutlet | None = None
@@ -128,7 +131,7 @@ class CoordinatorActor:
 
         Raises:
             BadInputError: a setting is wrong.
-            UnavailableError: it was stopped before.
+            UnavailableError: it was stopped before, or the registry does not answer.
             KvferryError: as `front` raises; the coordinator is stopped then.
 
         """
@@ -136,9 +139,14 @@ class CoordinatorActor:
             if self._stopping.is_set():
                 raise UnavailableError("the coordinator was stopped")
             if self._service is not None:
-                return self._epoch
+                return self._service.epoch
+            memory = self._registry.begin()
             self._outlet = outlet() if outlet is not None else None
-            self._service = self._make_service(tells_pool_events=self._outlet is not None)
+            self._service = self._make_service(
+                epoch=memory.epoch,
+                resets=memory.resets,
+                tells_pool_events=self._outlet is not None,
+            )
         self._ticker = threading.Thread(target=self._tick, name="coordinator-tick", daemon=True)
         self._ticker.start()
         if front is not None:
@@ -147,13 +155,13 @@ class CoordinatorActor:
             except BaseException:
                 self.stop()
                 raise
-        return self._epoch
+        return memory.epoch
 
     def call(self, command: Command) -> Reply:
         """Execute one command.
 
         Raises:
-            KvferryError: as `CoordinatorService.handle`.
+            KvferryError: as `CoordinatorService.handle`, and for a reset as `Registry.save`.
             UnavailableError: not started yet, or stopped.
 
         """
@@ -166,7 +174,16 @@ class CoordinatorActor:
             else:
                 reply, effects = self._handle_and_publish(service, self._outlet, command)
         _log(effects)
+        if isinstance(command, ResetIdentity):
+            self._save(service)
         return reply
+
+    def _save(self, service: CoordinatorService) -> None:
+        """Let what was reset be remembered; others are answered meanwhile."""
+        with self._saving:
+            with self._lock:
+                memory = Memory(epoch=service.epoch, resets=service.resets())
+            self._registry.save(memory)
 
     @staticmethod
     def _handle_and_publish(

@@ -220,7 +220,7 @@ class BlockPool:
 
     def are_blank(self, block_ids: Iterable[BlockId]) -> bool:
         """Tell whether blocks have neither an owner nor a hash."""
-        return all(self._states[block] == 0 for block in block_ids)
+        return not any(map(self._states.__getitem__, block_ids))
 
     def restore(
         self,

@@ -4,7 +4,7 @@ Decides nothing about who may be freed. Used by `block_pool` only.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import compress, islice
 
 from kvferry.proto.errors import InvariantError
@@ -79,21 +79,19 @@ class FreeQueue:
             self._take_from_first_run(taken, count - len(taken))
         return taken
 
-    def pick(self, block_ids: Iterable[BlockId]) -> None:
+    def pick(self, block_ids: Collection[BlockId]) -> None:
         """Take out distinct ids of the queue that were not put to the back."""
-        unused, is_queued = self._unused, self._is_queued
-        if is_queued is None:
-            is_queued = self._is_queued = bytearray(b"\1") * unused.stop
-        others: set[BlockId] = set()
+        if self._is_queued is None:
+            self._is_queued = bytearray(b"\1") * self._unused.stop
+        if self._front:
+            picked = set(block_ids).intersection(self._front)
+            self._front = [block for block in self._front if block not in picked]
+            self._len -= len(picked)
+            block_ids = [block for block in block_ids if block not in picked]
+        is_queued = self._is_queued
         for block in block_ids:
-            if block in unused and is_queued[block]:
-                is_queued[block] = 0
-                self._len -= 1
-            else:
-                others.add(block)
-        if others:
-            self._front = [block for block in self._front if block not in others]
-            self._len -= len(others)
+            is_queued[block] = 0
+        self._len -= len(block_ids)
 
     def remove(self, run: Run) -> None:
         """Take one id out of its run, wherever it stands; its state is another already."""

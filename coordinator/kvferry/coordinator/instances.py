@@ -82,8 +82,8 @@ class Instance:
     service's chain that are, `hash_block_tokens` what one of them covers. `rules` are those of its
     own blocks, `rules_of_hashes` those of whoever takes single hashes of the chain.
 
-    One that is `returning` has not told all that it holds. `num_resets`: how often the identity of
-    a store was ever reset.
+    `returning_as`: the call_id of the registration by which it comes back; None as soon as it has
+    told all that it holds. `num_resets`: how often the identity of a store was ever reset.
 
     `requests` holds running and loading requests; `loads` those of them whose blocks are still
     being fetched, oldest first. `followers` wait for a prefill elsewhere. `sampler`, if any,
@@ -123,7 +123,7 @@ class Instance:
         self.followers: dict[RequestId, Follower] = {}
         self.reservations: dict[LeaseId, Reservation] = {}
         self.num_resets = 0
-        self.returning = False
+        self.returning_as: str | None = None
 
     @property
     def source(self) -> Source:

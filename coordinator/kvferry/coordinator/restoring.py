@@ -29,8 +29,8 @@ def restore_blocks(instance: Instance, command: RestoreBlocks) -> Done:
 
     Raises:
         StaleError: a store that holds blocks from before a reset.
-        BadInputError: no such group, too many blocks, not one hash for each, or a block that is no
-            block of the pool, was told before, or has an owner.
+        BadInputError: no such group, too many blocks, not one hash of the scheme's size for each,
+            or a block that is no block of the pool, was told before, or has an owner.
 
     """
     if command.num_resets < instance.num_resets:
@@ -53,6 +53,7 @@ def restore_blocks(instance: Instance, command: RestoreBlocks) -> Done:
         )
     if not block_ids:
         return Done(changed=False)
+    _require_sizes(instance, hashes)
     _require_blocks(instance, block_ids)
     if len(set(block_ids)) != len(block_ids) or not pool.are_blank(block_ids):
         raise BadInputError(
@@ -91,7 +92,7 @@ def restore_requests(state: ServiceState, instance: Instance, command: RestoreRe
         instance.requests[told.request_id] = request
         instance.accounts.uncounted(told.request_id)
     if command.is_last:
-        instance.returning = False
+        instance.returning_as = None
         state.counters["returns"] += 1
         state.note(
             "instance_returned",
@@ -148,6 +149,7 @@ def _check_counts(instance: Instance, told: RestoredRequest) -> None:
             allowed=f"0 to {limit} (slots {slots}, tokens {told.num_tokens})",
         )
     check_num_hashes(instance, who, len(told.hashes), told.num_tokens)
+    _require_sizes(instance, told.hashes)
     if told.content is not None:
         check_num_told(who, len(told.content.tokens), told.num_tokens)
 
@@ -177,6 +179,14 @@ def _claims_of_group(
     for position, block in enumerate(table[first:], first):
         is_written = position < num_written
         yield _Claim(block, pack_group(hashes[position], group.group_id) if is_written else None)
+
+
+def _require_sizes(instance: Instance, hashes: Sequence[BlockHash]) -> None:
+    sizes, size = set(map(len, hashes)), len(instance.info.scheme.none_hash)
+    if not sizes <= {size}:
+        raise BadInputError(
+            "hashes of another size than the scheme's, in bytes", given=sorted(sizes), allowed=size
+        )
 
 
 def _require_blocks(instance: Instance, block_ids: Sequence[BlockId]) -> None:

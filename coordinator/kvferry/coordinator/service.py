@@ -238,7 +238,7 @@ class CoordinatorService:
                 "instance_replaced",
                 f"{info.instance_id}: incarnation {known.info.incarnation} by {info.incarnation}",
             )
-        instance.returning = command.returning
+        instance.returning_as = command.call_id if command.returning else None
         self.state.add_instance(instance)
         places = ", ".join(info.rank_addresses)
         self.state.note("instance_registered", f"{info.instance_id} at {places}")
@@ -277,16 +277,16 @@ class CoordinatorService:
                 "unknown instance", given=command.instance_id, allowed=sorted(self.state.instances)
             )
         self._require_incarnation(instance, command.incarnation)
-        tells = isinstance(command, RestoreBlocks | RestoreRequests)
-        if instance.returning and not tells:
+        if isinstance(command, RestoreBlocks | RestoreRequests):
+            if command.registration != instance.returning_as:
+                raise NotRegisteredError(
+                    "not a registration by which the instance comes back",
+                    given=command.registration,
+                    allowed=instance.returning_as,
+                )
+        elif instance.returning_as is not None:
             raise RestoringError(
                 "the instance has not told all that it holds", given=command.instance_id
-            )
-        if tells and not instance.returning:
-            raise BadInputError(
-                "the instance has told all that it holds already",
-                given=command.instance_id,
-                allowed="after RegisterInstance with returning",
             )
         return instance
 
@@ -357,7 +357,7 @@ class CoordinatorService:
             num_requests=instance.num_requests,
             stats=instance.stats(),
             held=held_of(instance, self.state.leases),
-            returning=instance.returning,
+            returning=instance.returning_as is not None,
         )
 
 

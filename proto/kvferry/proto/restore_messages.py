@@ -3,6 +3,9 @@
 After a restart the coordinator knows nothing of its members. One that comes back registers as
 `returning`, tells its blocks in any number of `RestoreBlocks`, and then its running requests in
 one `RestoreRequests` or more; with the last of these it is a member like any other.
+
+Each of these names its `registration`, the call_id of the `RegisterInstance` that it belongs to.
+One that comes late, when the member has registered once more, changes nothing.
 """
 
 from dataclasses import dataclass
@@ -34,6 +37,7 @@ class RestoreBlocks:
     epoch: Epoch
     instance_id: InstanceId
     incarnation: Incarnation
+    registration: str
     group_id: GroupId
     hashes: tuple[BlockHash, ...]
     block_ids: tuple[BlockId, ...]
@@ -68,5 +72,6 @@ class RestoreRequests:
     epoch: Epoch
     instance_id: InstanceId
     incarnation: Incarnation
+    registration: str
     requests: tuple[RestoredRequest, ...] = ()
     is_last: bool = True

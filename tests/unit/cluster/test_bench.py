@@ -17,11 +17,13 @@ from kvferry.cluster.bench.move_rows import move_rows
 from kvferry.cluster.bench.plan_rows import plan_rows
 from kvferry.cluster.bench.pool_operations import BLOCK_TOKENS, PoolOperations
 from kvferry.cluster.bench.report import describe_machine, print_table, to_json
+from kvferry.cluster.bench.restore_rows import restore_rows
 from kvferry.cluster.bench.rows import MIN_PAIRS, Row, measure_alone, measure_pairs
-from kvferry.cluster.bench.step_cycle import EPOCH, SCHEME, STEP_BLOCKS, StepCycle, registration
+from kvferry.cluster.bench.step_cycle import SCHEME, STEP_BLOCKS, StepCycle, registration
 from kvferry.cluster.bench.vllm_process import running_vllm
 from kvferry.coordinator.service import CoordinatorService
 from kvferry.proto.errors import ConfigError
+from kvferry.proto.ids import Epoch
 from kvferry.proto.step_messages import StepReply
 
 MANY_BLOCKS = 20_000
@@ -94,6 +96,12 @@ def test_hashing_and_the_index_have_the_rows_that_others_look_for() -> None:
     assert all(row.value > 0 for row in rows)
 
 
+def test_telling_what_is_held_has_its_row() -> None:
+    (row,) = restore_rows(0.0, 2000)
+    assert (row.name, row.unit, row.baseline, row.better) == ("restore_2000", "ms", None, "lower")
+    assert row.value > 0
+
+
 def test_the_plan_that_others_look_for_has_its_row() -> None:
     (row,) = plan_rows(0.0)
     assert (row.name, row.unit, row.baseline, row.better) == ("plan_131072", "ms", None, "lower")
@@ -136,9 +144,9 @@ def test_a_hashed_pool_takes_the_memory_of_its_keys_on_top() -> None:
 
 
 def test_each_timed_step_has_256_blocks_in_it() -> None:
-    service = CoordinatorService(scheme=SCHEME, epoch=EPOCH, check_invariants=True)
+    service = CoordinatorService(scheme=SCHEME, epoch=Epoch(1), check_invariants=True)
     service.handle(registration(), 0.0)
-    cycle = StepCycle()
+    cycle = StepCycle(Epoch(1))
     for _ in range(2):
         admit, release = cycle.next_steps()
         (reply, _), (after, _) = service.handle(admit, 0.0), service.handle(release, 0.0)

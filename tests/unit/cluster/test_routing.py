@@ -3,25 +3,15 @@
 import pytest
 
 from kvferry.cluster.serving.routing import Route, choose_route
-from kvferry.proto.ids import Incarnation, InstanceId
-from kvferry.proto.layout import Layout
-from kvferry.proto.messages import Holder, Role
-from kvferry.proto.step_messages import Source
+from kvferry.proto.ids import InstanceId
+from kvferry.proto.messages import Role
+
+Holder = tuple[str, Role, int]
+"""An instance and how many hashes of the prompt it holds."""
 
 
 def holder(name: str, role: Role, num_hashes: int) -> Holder:
-    return Holder(
-        source=Source(
-            instance_id=InstanceId(name),
-            incarnation=Incarnation(1),
-            layout=Layout(block_tokens=16),
-            rank_addresses=("x:1",),
-        ),
-        role=role,
-        num_hashes=num_hashes,
-        num_requests=0,
-        num_free_blocks=100,
-    )
+    return name, role, num_hashes
 
 
 def route(
@@ -29,7 +19,8 @@ def route(
 ) -> Route | None:
     counts = {InstanceId(name): count for name, count in (in_flight or {}).items()}
     return choose_route(
-        holders,
+        {InstanceId(name): role for name, role, _ in holders},
+        {InstanceId(name): held for name, _, held in holders if held},
         counts,
         num_prompt_hashes=blocks,
         min_prefill_hashes=least,
@@ -42,6 +33,10 @@ P0, D0, D1 = holder("p0", "prefill", 0), holder("d0", "decode", 0), holder("d1",
 
 def test_a_new_prompt_goes_through_a_prefill_instance() -> None:
     assert route(P0, D0, D1) == Route(decode=InstanceId("d0"), prefill=InstanceId("p0"))
+
+
+def test_where_nobody_is_known_to_hold_anything_the_load_decides() -> None:
+    assert route(D0, D1, in_flight={"d0": 1}) == Route(decode=InstanceId("d1"), prefill=None)
 
 
 def test_a_prompt_that_some_instance_holds_needs_no_prefill() -> None:

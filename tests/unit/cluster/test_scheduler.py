@@ -93,7 +93,7 @@ class Rig:
     def ask(self, name: str) -> Work:
         step = self.schedulers[name].build_step(
             call_id=str(next(self.calls)),
-            epoch=Epoch(1),
+            epoch=self.service.epoch,
             instance_id=InstanceId(name),
             incarnation=Incarnation(1),
         )

@@ -35,6 +35,7 @@ def blocks_command(fleet: Fleet, name: str, held: Sequence[Held], **changes: Any
         "epoch": fleet.service.epoch,
         "instance_id": InstanceId(name),
         "incarnation": instance.info.incarnation if instance else 1,
+        "registration": (instance.returning_as if instance else None) or "none",
         "group_id": held[0][0] if held else GroupId(0),
         "hashes": tuple(block_hash for _, block_hash, _ in held),
         "block_ids": tuple(block for _, _, block in held),
@@ -52,6 +53,7 @@ def requests_command(
         "epoch": fleet.service.epoch,
         "instance_id": InstanceId(name),
         "incarnation": instance.info.incarnation if instance else 1,
+        "registration": (instance.returning_as if instance else None) or "none",
         "requests": tuple(requests),
     }
     return RestoreRequests(**(values | changes))

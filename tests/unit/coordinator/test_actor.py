@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from tests.unit.coordinator.fleet import IDENTITY, SCHEME, Fleet, admit, chain, info, wrote
 
 from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.pool_events import PoolEvent
-from kvferry.proto.errors import BadInputError, PortTakenError, UnavailableError
-from kvferry.proto.ids import Epoch, InstanceId
+from kvferry.coordinator.registry import Memory, ProcessRegistry
+from kvferry.proto.errors import BadInputError, PortTakenError, StaleError, UnavailableError
+from kvferry.proto.ids import Epoch, Incarnation, InstanceId
 from kvferry.proto.messages import (
     AcquireLease,
     Command,
@@ -20,6 +22,9 @@ from kvferry.proto.messages import (
     Registered,
     RegisterInstance,
     Reply,
+    Reserve,
+    Reserved,
+    ResetIdentity,
     Tick,
 )
 
@@ -37,13 +42,13 @@ class RecordingFront:
 
 @pytest.fixture
 def actor() -> Iterator[CoordinatorActor]:
-    actor = CoordinatorActor(scheme=SCHEME, epoch=Epoch(1), tick_interval_s=0.01)
+    actor = CoordinatorActor(scheme=SCHEME, registry=ProcessRegistry(), tick_interval_s=0.01)
     yield actor
     actor.stop()
 
 
 def test_the_constructor_accepts_anything_and_start_refuses_it() -> None:
-    actor = CoordinatorActor(scheme=SCHEME, epoch=Epoch(1), lease_cap_s=-1.0)
+    actor = CoordinatorActor(scheme=SCHEME, registry=ProcessRegistry(), lease_cap_s=-1.0)
     with pytest.raises(BadInputError, match="lease_cap_s"):
         actor.start()
 
@@ -70,6 +75,60 @@ def test_a_second_start_keeps_the_running_service(actor: CoordinatorActor) -> No
     described = actor.call(Describe())
     assert isinstance(described, Description)
     assert len(described.instances) == 1
+
+
+RESET = ResetIdentity(call_id="reset", identity_digest=IDENTITY.digest())
+
+
+def reserve_one(life: CoordinatorActor) -> Reserved:
+    """What a new store is told with its first reservation."""
+    life.call(RegisterInstance(call_id="1", info=info("s", role="store", max_model_len=0)))
+    reserved = life.call(
+        Reserve(
+            call_id="r",
+            epoch=life.start(),
+            instance_id=InstanceId("s"),
+            incarnation=Incarnation(1),
+            hashes=chain("x"),
+        )
+    )
+    assert isinstance(reserved, Reserved)
+    return reserved
+
+
+def test_a_life_has_the_next_epoch_and_the_resets_of_those_before() -> None:
+    registry = ProcessRegistry()
+    lives = [CoordinatorActor(scheme=SCHEME, registry=registry) for _ in range(3)]
+    for number, life in enumerate(lives, start=1):
+        assert life.start() == number
+        if number < 3:
+            life.call(RESET)
+    assert reserve_one(lives[2]).num_resets == 2
+    with pytest.raises(StaleError, match="later life") as refused:
+        lives[1].call(replace(RESET, call_id="late"))
+    assert (refused.value.given, refused.value.allowed) == (2, 3)
+    for life in lives:
+        life.stop()
+
+
+def test_a_reset_that_could_not_be_remembered_is_when_it_is_repeated() -> None:
+    class Forgetful(ProcessRegistry):
+        is_away = True
+
+        def save(self, memory: Memory) -> None:
+            if self.is_away:
+                raise UnavailableError("away")
+            super().save(memory)
+
+    registry = Forgetful()
+    first = CoordinatorActor(scheme=SCHEME, registry=registry)
+    first.start()
+    with pytest.raises(UnavailableError, match="away"):
+        first.call(RESET)
+    registry.is_away = False
+    first.call(RESET)
+    assert registry.begin().resets == {IDENTITY.digest(): 1}
+    first.stop()
 
 
 def test_deadlines_pass_without_any_command(actor: CoordinatorActor) -> None:

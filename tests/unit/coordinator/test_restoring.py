@@ -33,7 +33,7 @@ from kvferry.proto.errors import (
     StaleError,
 )
 from kvferry.proto.ids import BlockId, GroupId, Incarnation, InstanceId, RequestId
-from kvferry.proto.messages import Done, Registered
+from kvferry.proto.messages import Command, Done, Registered
 from kvferry.proto.restore_messages import MAX_RESTORED_BLOCKS, RestoredRequest
 from kvferry.proto.step_messages import RequestContent
 
@@ -173,6 +173,20 @@ def test_who_comes_back_again_starts_over(fleet: Fleet) -> None:
     assert fleet.locate("pq") == {"a": 2}
 
 
+def test_what_was_told_with_another_registration_comes_too_late(fleet: Fleet) -> None:
+    known = returning(fleet)
+    late: list[Command] = [
+        blocks_command(fleet, "a", list(held_blocks(known))),
+        requests_command(fleet, "a", [restored(known, RequestId("r1"))]),
+    ]
+    fleet.enter(known.info, returning=True)
+    for command in late:
+        with pytest.raises(NotRegisteredError, match=r"given: call-\d+; allowed: call-\d+"):
+            fleet.send(command)
+    assert fleet.locate("xy") == {"a": 0}
+    assert at(fleet, "a").returning_as is not None
+
+
 def test_another_process_cannot_come_back_as_a_member(fleet: Fleet) -> None:
     with pytest.raises(MismatchError, match="another live process"):
         fleet.enter(replace(at(fleet, "a").info, num_blocks=20), returning=True)
@@ -180,7 +194,7 @@ def test_another_process_cannot_come_back_as_a_member(fleet: Fleet) -> None:
 
 def test_only_who_comes_back_can_tell_what_it_holds(fleet: Fleet) -> None:
     for command in (blocks_command(fleet, "a", []), requests_command(fleet, "a")):
-        with pytest.raises(BadInputError, match="told all that it holds already"):
+        with pytest.raises(NotRegisteredError, match="not a registration by which"):
             fleet.send(command)
 
 
@@ -236,6 +250,10 @@ def test_a_table_may_name_blocks_that_were_given_back_behind_the_window() -> Non
     [
         ({"group_id": GroupId(1)}, "no such group; given: 1; allowed: 0 to 0"),
         ({"hashes": chain("pqr")}, "hashes=3, blocks=2; allowed: as many of both, at most 65536"),
+        (
+            {"hashes": (b"", chain("p")[0])},
+            r"hashes of another size .*given: \[0, 32\]; allowed: 32",
+        ),
         ({"block_ids": (BlockId(0), BlockId(2))}, r"no such block; given: \[0, 2\]"),
         ({"block_ids": (BlockId(1), BlockId(10))}, r"given: \[1, 10\]; allowed: 1 to 9"),
         ({"block_ids": (BlockId(2), BlockId(2))}, "a tells a block twice"),
@@ -277,6 +295,7 @@ X1, X2 = chain("xy")
         ({"num_computed_tokens": -1}, "given: -1; allowed: 0 to 9"),
         ({"block_ids": ((1, 2),)}, "given: 9; allowed: 0 to 8"),
         ({"hashes": (X1,)}, "one hash per full hash block is needed"),
+        ({"hashes": (X1, b"")}, r"hashes of another size .*given: \[0, 32\]; allowed: 32"),
         ({"content": RequestContent(tokens=(1,))}, "every token must be told"),
         ({"block_ids": ((1, 0, 3),)}, r"no such block; given: \[0, 3\]; allowed: 1 to 9"),
         ({"block_ids": ((1, 2, 10),)}, r"no such block; given: \[1, 10\]"),
@@ -306,7 +325,7 @@ def test_requests_that_cannot_be_are_refused_and_change_nothing(
     assert isinstance(caught.value, BadInputError)
     assert fleet.free_order("a") == free
     assert set(at(fleet, "a").requests) == ({RequestId("r2")} if not together else set())
-    assert at(fleet, "a").returning
+    assert at(fleet, "a").returning_as is not None
 
 
 def _request(name: str, hashes: Any, table: tuple[int, ...]) -> RestoredRequest:

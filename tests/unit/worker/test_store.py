@@ -1,23 +1,20 @@
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
 import pytest
 from tests.builders import make_identity
 from tests.tampering import make_frame
+from tests.unit.worker.reserving import FakeCoordinator, new_reserver, reserving
 
 from kvferry.proto.errors import (
     BadInputError,
     BusyError,
     ConfigError,
-    DeadlineError,
     IdentityMismatchError,
     InvariantError,
-    KvferryError,
     MismatchError,
-    NotFoundError,
-    StaleError,
     TransferError,
     UnavailableError,
 )
@@ -34,15 +31,13 @@ from kvferry.proto.ids import (
     pack_group,
 )
 from kvferry.proto.layout import Layout
-from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved
+from kvferry.proto.messages import Command, Reply
 from kvferry.worker.actor import StoreConfig, WorkerActor
 from kvferry.worker.block_io import gather
-from kvferry.worker.coordinator_reserver import ATTEMPTS, PAUSE_S, CoordinatorReserver
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import Frame, Place, plan_frames
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.reservations import Reservation
-from kvferry.worker.residency import NO_FENCE, Fence
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_wire import StoreAsk, make_store_ask
 
@@ -54,11 +49,13 @@ class FakeReserver:
     def __init__(self, block_ids: Sequence[int | None]) -> None:
         self._block_ids = block_ids
         self.ended: list[tuple[LeaseId, int]] = []
-        self.fence = NO_FENCE
+        self.num_resets = 0
 
     def reserve(self, group_id: GroupId, hashes: Sequence[BlockHash]) -> Reservation:
         block_ids = [None if i is None else BlockId(i) for i in self._block_ids]
-        return Reservation(reservation_id=LeaseId("r1"), block_ids=block_ids, fence=self.fence)
+        return Reservation(
+            reservation_id=LeaseId("r1"), block_ids=block_ids, num_resets=self.num_resets
+        )
 
     def end(self, reservation_id: LeaseId, num_written: int) -> None:
         self.ended.append((reservation_id, num_written))
@@ -237,58 +234,6 @@ def test_other_block_sizes_are_refused_before_anything_is_reserved() -> None:
     assert reserver.ended == []
 
 
-class FakeCoordinator:
-    def __init__(self, answer: Callable[[Command], Reply]) -> None:
-        self.commands: list[Command] = []
-        self._answer = answer
-
-    def __call__(self, command: Command) -> Reply:
-        self.commands.append(command)
-        return self._answer(command)
-
-
-def reserving(command: Command) -> Reply:
-    if isinstance(command, Reserve):
-        block_ids = tuple(BlockId(i + 1) for i in range(len(command.hashes)))
-        return Reserved(reservation_id=LeaseId("r9"), block_ids=block_ids, num_resets=5)
-    return Done(changed=True)
-
-
-def new_reserver(coordinator: FakeCoordinator) -> CoordinatorReserver:
-    return CoordinatorReserver(
-        coordinator,
-        instance_id=InstanceId("store-0"),
-        incarnation=Incarnation(7),
-        epoch=Epoch(3),
-    )
-
-
-def test_reservations_are_asked_of_the_coordinator_in_the_instances_life() -> None:
-    coordinator = FakeCoordinator(reserving)
-    reserver = new_reserver(coordinator)
-    assert reserver.reserve(GroupId(2), HASHES) == Reservation(
-        reservation_id=LeaseId("r9"),
-        block_ids=(BlockId(1), BlockId(2), BlockId(3)),
-        fence=Fence(3, 5),
-    )
-    reserver.end(LeaseId("r9"), 2)
-    life = {"epoch": 3, "instance_id": "store-0", "incarnation": 7}
-    reserve, end = coordinator.commands
-    assert isinstance(reserve, Reserve)
-    assert isinstance(end, EndReservation)
-    for command in (reserve, end):
-        assert {name: getattr(command, name) for name in life} == life
-    assert (reserve.group_id, reserve.hashes) == (2, HASHES)
-    assert (end.reservation_id, end.num_written) == ("r9", 2)
-    assert reserve.call_id != end.call_id
-
-
-def test_an_end_after_a_reset_says_that_nothing_is_kept() -> None:
-    reserver = new_reserver(FakeCoordinator(lambda _: Done(changed=False)))
-    with pytest.raises(StaleError, match="was reset while this was written"):
-        reserver.end(LeaseId("r9"), 2)
-
-
 def test_after_a_reset_only_what_is_written_for_it_is_resident() -> None:
     service = new_service()
     service.reserver = before = FakeReserver([1, 2, 3])
@@ -298,70 +243,16 @@ def test_after_a_reset_only_what_is_written_for_it_is_resident() -> None:
     def reset_meanwhile() -> Iterator[StoreAsk | Frame]:
         yield from islice(old, 2)
         service.reserver = after = FakeReserver([4, None, None])
-        after.fence = Fence(1, 1)
+        after.num_resets = 3
         assert service.accept_store(iter(parts(service))) == 3
         yield from old
 
-    before.fence = Fence(1, 0)
+    before.num_resets = 2
     assert service.accept_store(reset_meanwhile()) == 3
     assert resident_blocks(service) == 1
     found = service.residency.find(pack_group(HASHES[0], FIRST_GROUP))
     assert found is not None
     assert found.block_id == 4
-
-
-@pytest.mark.parametrize(
-    ("ask", "answered"),
-    [
-        (lambda reserver: reserver.end(LeaseId("r9"), 2), Done(changed=True)),
-        (
-            lambda reserver: reserver.reserve(FIRST_GROUP, HASHES[:1]),
-            Reserved(reservation_id=LeaseId("r1"), block_ids=(BlockId(1),), num_resets=0),
-        ),
-    ],
-    ids=["end", "reserve"],
-)
-def test_a_call_is_repeated_under_its_call_id_until_it_is_answered(
-    ask: Callable[[CoordinatorReserver], object], answered: Reply, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses_s: list[float] = []
-    monkeypatch.setattr("kvferry.worker.coordinator_reserver.time.sleep", pauses_s.append)
-    answers: list[Reply | KvferryError]
-    answers = [UnavailableError("restarting"), DeadlineError("slow"), answered]
-
-    def answer(_: Command) -> Reply:
-        reply = answers.pop(0)
-        if isinstance(reply, KvferryError):
-            raise reply
-        return reply
-
-    coordinator = FakeCoordinator(answer)
-    ask(new_reserver(coordinator))
-    assert coordinator.commands == [coordinator.commands[0]] * 3
-    assert pauses_s == [PAUSE_S] * 2
-
-
-@pytest.mark.parametrize(
-    ("error", "num_attempts"),
-    [(UnavailableError("gone"), ATTEMPTS), (BusyError("full"), ATTEMPTS), (NotFoundError("r9"), 1)],
-)
-def test_an_end_gives_up_after_its_attempts_and_at_once_when_refused(
-    error: KvferryError, num_attempts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvferry.worker.coordinator_reserver.time.sleep", lambda _: None)
-
-    def fail(_: Command) -> Reply:
-        raise error
-
-    coordinator = FakeCoordinator(fail)
-    with pytest.raises(type(error)):
-        new_reserver(coordinator).end(LeaseId("r9"), 2)
-    assert len(coordinator.commands) == num_attempts
-
-
-def test_a_reply_of_another_kind_is_a_broken_invariant() -> None:
-    with pytest.raises(InvariantError, match="given: Done; allowed: Reserved"):
-        new_reserver(FakeCoordinator(lambda _: Done(changed=True))).reserve(FIRST_GROUP, HASHES)
 
 
 def test_no_room_at_the_coordinator_reaches_the_client_and_ends_nothing() -> None:

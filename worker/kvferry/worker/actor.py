@@ -1,6 +1,7 @@
 """A store instance's rank: a worker without a model. A plain class that Ray can run as an actor."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.proto.credentials import Credentials
@@ -8,9 +9,11 @@ from kvferry.proto.errors import ConfigError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import Epoch, Incarnation, InstanceId
 from kvferry.proto.layout import Layout
+from kvferry.proto.messages import InstanceInfo
 from kvferry.worker.coordinator_reserver import Call, CoordinatorReserver
 from kvferry.worker.device import open_device
 from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.returning import come_back
 from kvferry.worker.service import WorkerService
 from kvferry.worker.stats import WorkerStats
 
@@ -55,6 +58,8 @@ class WorkerActor:
     def __init__(self) -> None:
         self._config: StoreConfig | None = None
         self._service: WorkerService | None = None
+        self._reserver: CoordinatorReserver | None = None
+        self._num_returns = 0
 
     def start(self, config: StoreConfig) -> StoreStarted:
         """Allocate the memory, start the transfer server, and return how to reach it.
@@ -83,19 +88,46 @@ class WorkerActor:
         self._config, self._service = config, service
         return StoreStarted(address=address, pid=os.getpid())
 
-    def set_coordinator(self, call: Call, epoch: Epoch) -> None:
+    def set_coordinator(
+        self, call: Call, epoch: Epoch, on_lost: Callable[[], None] = lambda: None
+    ) -> None:
         """Take stores from now on, with blocks reserved through `call` under `epoch`.
+
+        After `on_lost` has been called none is taken, until `come_back` has succeeded.
 
         Raises:
             ConfigError: the worker was not started.
         """
         service = self._started()
         assert self._config is not None
-        service.reserver = CoordinatorReserver(
+        service.reserver = self._reserver = CoordinatorReserver(
             call,
             instance_id=self._config.instance_id,
             incarnation=self._config.incarnation,
             epoch=epoch,
+            on_lost=on_lost,
+        )
+
+    def is_known(self, epoch: Epoch) -> bool:
+        """Tell whether the coordinator knows the instance in that life of its own."""
+        return self._reserver is not None and self._reserver.knows(epoch)
+
+    def come_back(self, call: Call, info: InstanceInfo) -> int:
+        """Register again with all that is held; errors and value as `returning.come_back`.
+
+        Raises:
+            ConfigError: the worker has no coordinator.
+        """
+        service = self._started()
+        if self._reserver is None:
+            raise ConfigError("this worker has no coordinator", allowed="set_coordinator first")
+        self._num_returns += 1
+        return come_back(
+            call,
+            info,
+            self._num_returns,
+            reserver=self._reserver,
+            residency=service.residency,
         )
 
     def stats(self) -> WorkerStats:

@@ -8,21 +8,21 @@ from typing import Protocol
 
 from kvferry.proto.errors import InvariantError, KvferryError
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, LeaseId
-from kvferry.worker.residency import NO_FENCE, Fence, Residency
+from kvferry.worker.residency import Residency
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
 class Reservation:
-    """One block per hash, None where it is here already, and resets until then (`fence`).
+    """One block per hash, None where it is here already, and the resets until then.
 
     `num_written` is for whoever writes: so many of the first hashes are here by now.
     """
 
     reservation_id: LeaseId
     block_ids: Sequence[BlockId | None]
-    fence: Fence = NO_FENCE
+    num_resets: int = 0
     num_written: int = 0
 
 
@@ -67,7 +67,7 @@ def reserving(
                 given=len(reservation.block_ids),
                 allowed=len(hashes),
             )
-        residency.raise_fence(reservation.fence)
+        residency.reset(reservation.num_resets)
         with residency.writing([block for block in reservation.block_ids if block is not None]):
             yield reservation
     except BaseException:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,19 +20,6 @@ from kvferry.proto.ids import NULL_BLOCK, BlockId, GroupedHash
 from kvferry.worker.arena import Arena, HostBytes, open_arena
 
 GENERATION_BYTES = 8
-
-
-class Fence(NamedTuple):
-    """So often was the instance reset, in that life of the coordinator; what is larger is later.
-
-    What was written for an earlier one is old, and must not be served beside what is new.
-    """
-
-    epoch: int
-    num_resets: int
-
-
-NO_FENCE = Fence(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +55,9 @@ class Residency:
     """Thread-safe. Every change of what a block holds gives it a new generation.
 
     `arena` is what other processes of this host can map the `generations` by, if they can.
+    `num_resets`: so often was the identity reset, as far as is known here; the count only grows,
+    whoever dies. What was written before the last one is old, and must not be served beside what
+    is new.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -83,29 +72,30 @@ class Residency:
         memory = np.zeros(num_bytes, np.uint8) if self.arena is None else self.arena.bytes()
         self.generations = Generations(memory)
         self._next_generation = 1
-        self._fence = NO_FENCE
+        self.num_resets = 0
 
-    def raise_fence(self, fence: Fence) -> None:
+    def reset(self, num_resets: int) -> None:
         """Drop what all blocks hold, if there was a reset that is not known here yet."""
         with self._lock:
-            if fence > self._fence:
-                self._fence = fence
+            if num_resets > self.num_resets:
+                self.num_resets = num_resets
                 for block_id in list(self._hash_of_block):
                     self._drop(block_id)
 
     def mark_written(
-        self, pairs: Iterable[tuple[GroupedHash, BlockId]], fence: Fence | None = None
+        self, pairs: Iterable[tuple[GroupedHash, BlockId]], num_resets: int | None = None
     ) -> None:
         """Say that each block is completely written and holds its hash's content.
 
-        Repeating a pair changes nothing, and so does what was written for an earlier `fence`.
+        Repeating a pair changes nothing, and so does what was begun when there had been only
+        `num_resets`, and there are more by now.
 
         Raises:
             InvariantError: the null block or none that there is, or a block that still holds
                 another hash (it was written into before `mark_reused`).
         """
         with self._lock:
-            if fence is not None and fence < self._fence:
+            if num_resets is not None and num_resets < self.num_resets:
                 return
             for key, block_id in pairs:
                 held = self._hash_of_block.get(block_id)
@@ -168,6 +158,11 @@ class Residency:
         """Return what a block holds now, or None."""
         with self._lock:
             return self._hash_of_block.get(block_id)
+
+    def inventory(self) -> tuple[list[BlockId], list[GroupedHash]]:
+        """Return the blocks that hold a hash, in the order written, and the hash of each."""
+        with self._lock:
+            return list(self._hash_of_block), list(self._hash_of_block.values())
 
     def num_blocks(self) -> int:
         """Return how many blocks hold a hash now."""

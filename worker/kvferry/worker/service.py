@@ -26,6 +26,7 @@ from kvferry.worker.fetch_terms import Fetcher, FetchTerms
 from kvferry.worker.frames import BULK_FRAME_BYTES, DEFAULT_FRAME_BYTES, Frame, Header, SharedOffer
 from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.heap import keep_freed_memory
+from kvferry.worker.inventory import InventoryPart, inventory_parts
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.layout_pull import pull_loads, read_shared
 from kvferry.worker.memory_door import MemoryDoor
@@ -33,7 +34,7 @@ from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.paths import ALL_PATHS, Path, this_place
 from kvferry.worker.pull import PullOutcome
 from kvferry.worker.reservations import Reserver
-from kvferry.worker.residency import Fence, Residency, Resident
+from kvferry.worker.residency import Residency, Resident
 from kvferry.worker.served import served_of
 from kvferry.worker.shared_blocks import SharedBlocks, SharedReader
 from kvferry.worker.source import find_prefix, read_frames
@@ -97,11 +98,11 @@ class WorkerService:
         self,
         group_id: GroupId,
         pairs: Iterable[tuple[BlockHash, BlockId]],
-        fence: Fence | None = None,
+        num_resets: int | None = None,
     ) -> None:
         """Say that each block is completely written and holds its hash's content in the group.
 
-        After a reset, what was written for an earlier `fence` is passed over.
+        What was begun when there had been only `num_resets` is passed over after another one.
 
         Raises:
             InvariantError: a block that still holds another hash, or one of another group, or the
@@ -110,11 +111,15 @@ class WorkerService:
         """
         self.memory.group(group_id)
         keyed = ((pack_group(block_hash, group_id), block_id) for block_hash, block_id in pairs)
-        self.residency.mark_written(keyed, fence)
+        self.residency.mark_written(keyed, num_resets)
 
     def reused(self, block_ids: Iterable[BlockId]) -> None:
         """Say that the blocks are about to be written into; call before the first byte."""
         self.residency.mark_reused(block_ids)
+
+    def inventory(self, max_blocks: int) -> Iterator[InventoryPart]:
+        """Yield what is held now, in parts of at most so many blocks; see `inventory_parts`."""
+        return inventory_parts(self.residency, max_blocks)
 
     def serve(
         self,
@@ -156,14 +161,14 @@ class WorkerService:
         loads: Sequence[GroupLoad],
         timeout_s: float,
         cancel: threading.Event,
-        fence: Fence | None = None,
+        num_resets: int | None = None,
     ) -> PullOutcome:
         """Fetch this rank's part of some blocks from an instance of any layout; blocks until ended.
 
         When it returns, nothing writes into the blocks any more, and the verified first blocks of
-        every load are resident here, as `written` for `fence`. Never raises for a peer's failure:
-        the outcome says what arrived and why no more. A load that fails ends the pull: nothing of
-        those after it arrives.
+        every load are resident here, as `written` with `num_resets`. Never raises for a peer's
+        failure: the outcome says what arrived and why no more. A load that fails ends the pull:
+        nothing of those after it arrives.
 
         Raises:
             BadInputError: destinations that do not fit the hashes or the memory, or no such group.
@@ -180,7 +185,7 @@ class WorkerService:
         )
         for load, arrived in zip(loads, outcome.num_blocks_of_run, strict=True):
             pairs = zip(load.hashes[:arrived], load.block_ids[:arrived], strict=True)
-            self.written(load.group_id, pairs, fence)
+            self.written(load.group_id, pairs, num_resets)
         self.counter.add(
             num_blocks_pulled=sum(outcome.num_blocks_of_run),
             num_checksum_failures=outcome.num_checksum_failures,
@@ -225,10 +230,7 @@ class WorkerService:
         return WorkerDescription(
             incarnation=self.incarnation,
             identity=self.identity,
-            geometry_of_group={
-                GroupId(group_id): group.geometry
-                for group_id, group in enumerate(self.memory.groups)
-            },
+            geometry_of_group={GroupId(i): g.geometry for i, g in enumerate(self.memory.groups)},
             num_resident_blocks=self.residency.num_blocks(),
             pid=os.getpid(),
         )
@@ -323,14 +325,14 @@ class WorkerService:
         shape = shape_of(self.identity, ask.group_id)
         require_takeable(ask.source, self.memory.layout, shape)
 
-        def pull(loads: Sequence[GroupLoad], fence: Fence) -> PullOutcome:
+        def pull(loads: Sequence[GroupLoad], num_resets: int) -> PullOutcome:
             return self.pull(
                 source=ask.source,
                 lease_id=LeaseId(""),
                 loads=loads,
                 timeout_s=timeout_s,
                 cancel=cancel,
-                fence=fence,
+                num_resets=num_resets,
             )
 
         return take_blocks(ask, pull=pull, residency=self.residency, reserver=reserver)

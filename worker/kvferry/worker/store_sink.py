@@ -61,7 +61,7 @@ def _keep(ask: StoreAsk, reservation: Reservation, num_complete: int, residency:
             for block_hash, block_id in blocks
             if block_id is not None
         ),
-        reservation.fence,
+        reservation.num_resets,
     )
     reservation.num_written = num_complete
 

@@ -17,14 +17,14 @@ from kvferry.proto.step_messages import Source
 from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.pull import CANCELLED, PullOutcome
 from kvferry.worker.reservations import Reserver, reserving
-from kvferry.worker.residency import Fence, Residency
+from kvferry.worker.residency import Residency
 from kvferry.worker.take_wire import TakeAsk
 
 # More than any engine has; a plan looks at each of them.
 MAX_SOURCE_RANKS = 4096
 
-Pull = Callable[[Sequence[GroupLoad], Fence], PullOutcome]
-"""Fills the loads in order, until one fails, and makes what came whole resident for a fence."""
+Pull = Callable[[Sequence[GroupLoad], int], PullOutcome]
+"""Fills the loads in order, until one fails; after so many resets what came whole is resident."""
 
 
 def require_takeable(source: Source, own: Layout, shape: KvShape) -> None:
@@ -65,7 +65,7 @@ def take_blocks(ask: TakeAsk, *, pull: Pull, residency: Residency, reserver: Res
     with reserving(reserver, residency, ask.group_id, ask.hashes) as reservation:
         runs = list(runs_of_reserved(reservation.block_ids))
         loads = [_load(ask, run, reservation.block_ids) for run in runs]
-        outcome = pull(loads, reservation.fence)
+        outcome = pull(loads, reservation.num_resets)
         reservation.num_written = len(ask.hashes)
         for run, arrived in zip(runs, outcome.num_blocks_of_run, strict=True):
             if arrived < len(run):

@@ -7,6 +7,7 @@ from kvferry.cluster.bench.hash_rows import hash_rows
 from kvferry.cluster.bench.index_rows import ingest_rows, locate_rows
 from kvferry.cluster.bench.pool_rows import memory_rows, pool_rows
 from kvferry.cluster.bench.report import describe_machine
+from kvferry.cluster.bench.restore_rows import restore_rows
 from kvferry.cluster.bench.rows import Row
 from kvferry.cluster.bench.vllm_process import VllmProcess, running_vllm
 from kvferry.cluster.progress import Progress
@@ -49,4 +50,5 @@ def _all_rows(seconds: float, vllm: VllmProcess | None) -> Iterator[Row]:
         yield from memory_rows(vllm)
     yield from locate_rows(seconds)
     yield from ingest_rows(seconds)
+    yield from restore_rows(seconds)
     yield from step_rows(seconds)

@@ -14,7 +14,6 @@ STEP_BLOCKS = 256
 _BLOCK_TOKENS = 16
 _NUM_BLOCKS = 8192
 SCHEME = make_scheme(hash_block_tokens=_BLOCK_TOKENS)
-EPOCH = Epoch(1)
 _INSTANCE = InstanceId("prefill-0")
 _INCARNATION = Incarnation(1)
 
@@ -56,7 +55,8 @@ class StepCycle:
     256 blocks findable and gives them back. In the long run each admission evicts 256 as well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: Epoch) -> None:
+        self._epoch = epoch
         self._numbers = count()
 
     def next_steps(self) -> tuple[Step, Step]:
@@ -92,7 +92,7 @@ class StepCycle:
     ) -> Step:
         return Step(
             call_id=call_id,
-            epoch=EPOCH,
+            epoch=self._epoch,
             instance_id=_INSTANCE,
             incarnation=_INCARNATION,
             progress=progress,

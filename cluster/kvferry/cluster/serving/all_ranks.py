@@ -7,7 +7,7 @@ it still writes.
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kvferry.cluster.ports import PendingCall, RankPort
@@ -17,6 +17,7 @@ from kvferry.proto.errors import DeadlineError, InstanceDiedError, KvferryError
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, LeaseId, RequestId
 from kvferry.proto.step_messages import Source
 from kvferry.worker.group_load import GroupLoad
+from kvferry.worker.inventory import InventoryPart
 from kvferry.worker.model.runner import SequenceSlice
 from kvferry.worker.model.sampling import sample
 from kvferry.worker.pull import PullOutcome, merge_outcomes
@@ -83,6 +84,10 @@ class AllRanks:
         calls = self._begin("reused", block_ids)
         self._own.reused(block_ids)
         self._wait(calls, CALL_TIMEOUT_S)
+
+    def inventory(self, max_blocks: int) -> Iterator[InventoryPart]:
+        """See `BlockMover.inventory`: what rank 0 holds every rank holds."""
+        return self._own.inventory(max_blocks)
 
     def pull(
         self,

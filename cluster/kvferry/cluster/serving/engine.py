@@ -1,7 +1,8 @@
 """The engine loop: one thread that runs the model and publishes tokens.
 
 The coordinator is asked in the background, one question at a time. A request that has slots goes on
-meanwhile, so decoding waits for an answer only where slots could not be granted ahead.
+meanwhile, so decoding waits for an answer only where slots could not be granted ahead. One that was
+restarted is told what there is (`membership.py`) while they go on.
 
 Decisions are the scheduler's and the coordinator's; this file moves data between them, the model
 runner and the worker, in the order that keeps the cache right (docs/architecture.md, "Written,
@@ -12,8 +13,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Protocol
@@ -21,34 +23,28 @@ from typing import Protocol
 from kvferry.cluster.ports import CoordinatorPort
 from kvferry.cluster.serving.limits import Limits, require_fits
 from kvferry.cluster.serving.load_orders import LoadOrder, load_result
+from kvferry.cluster.serving.membership import Membership, Stage
 from kvferry.cluster.serving.outbox import Outbox
 from kvferry.cluster.serving.requests import EngineRequest, Output, OutputBatch
 from kvferry.cluster.serving.scheduler import Scheduler
 from kvferry.cluster.serving.sequence import Run
 from kvferry.proto.errors import ConfigError, DeadlineError, InstanceDiedError, KvferryError
-from kvferry.proto.ids import (
-    BlockHash,
-    BlockId,
-    Epoch,
-    GroupId,
-    Incarnation,
-    InstanceId,
-    LeaseId,
-    RequestId,
-)
-from kvferry.proto.messages import expect
+from kvferry.proto.ids import BlockHash, BlockId, GroupId, LeaseId, RequestId
+from kvferry.proto.messages import InstanceInfo, Registered
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import LoadResult, Source, Step, StepReply
 from kvferry.worker.group_load import GroupLoad
+from kvferry.worker.inventory import InventoryPart
 from kvferry.worker.pull import PullOutcome
 
 log = logging.getLogger(__name__)
 
-STEP_TIMEOUT_S = 10.0
-STEP_ATTEMPTS = 3
 NOTHING_FITS_PAUSE_S = 0.01
 FOLLOW_PAUSE_S = 0.01
 """So often is asked how far prefills are that requests follow, if nothing else is to be asked."""
+
+HEARTBEAT_S = 1.0
+"""So often an idle engine asks for nothing, to hear whether it has to come back."""
 
 IDLE_WAIT_S = 0.5
 ANSWER_GRACE_S = 0.005
@@ -65,6 +61,9 @@ class BlockMover(Protocol):
 
     def reused(self, block_ids: tuple[BlockId, ...]) -> None:
         """Blocks are about to get other content and must not be served any more."""
+
+    def inventory(self, max_blocks: int) -> Iterator[InventoryPart]:
+        """Yield all that may be served to peers now, in parts of at most so many blocks."""
 
     def pull(
         self,
@@ -93,40 +92,37 @@ class Engine:
     """Queues, loop and outbox of one instance.
 
     Args:
-        forward: runs the model over slices and samples.
-        mover: moves the blocks of the KV tensors, on every rank.
+        info: the instance as it was registered.
+        registered: what came of that.
         coordinator: asked in the background, one question at a time, where slots are needed.
-        tells_content: as `Registered.wants_content` says.
+        mover: moves the blocks of the KV tensors, on every rank.
+        forward: runs the model over slices and samples.
     """
 
     def __init__(
         self,
         *,
-        instance_id: InstanceId,
-        incarnation: Incarnation,
-        epoch: Epoch,
+        info: InstanceInfo,
+        registered: Registered,
         limits: Limits,
         scheme: HashScheme,
         eos_token_ids: frozenset[int],
         coordinator: CoordinatorPort,
         mover: BlockMover,
         forward: Forward,
-        tells_content: bool,
     ) -> None:
-        self._instance_id = instance_id
-        self._incarnation = incarnation
-        self._epoch = epoch
+        self._info = info
         self._limits = limits
-        self._coordinator = coordinator
+        self._membership = Membership(info, registered.epoch, coordinator)
         self._mover = mover
         self._forward = forward
         self._scheduler = Scheduler(
             limits=limits,
             scheme=scheme,
             eos_token_ids=eos_token_ids,
-            tells_content=tells_content,
+            tells_content=registered.wants_content,
         )
-        self._outbox = Outbox(instance_id)
+        self._outbox = Outbox(info.instance_id)
         self._wake = threading.Condition()
         self._inbox: deque[EngineRequest | RequestId] = deque()
         self._loads_ended: deque[tuple[LoadResult, int]] = deque()
@@ -135,7 +131,7 @@ class Engine:
         self._failure: KvferryError | None = None
         self._in_flight: set[RequestId] = set()
         self._num_steps = 0
-        self._asking: Future[StepReply] | None = None
+        self._asking: Future[StepReply | None] | None = None
         self._nothing_came = False
         self._asked_s = 0.0
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvferry-step")
@@ -198,6 +194,7 @@ class Engine:
             self._wake.notify_all()
         for cancel in list(self._cancels.values()):
             cancel.set()
+        self._membership.stop()
         self._thread.join(timeout_s)
         self._loaders.shutdown(wait=False, cancel_futures=True)
         self._asker.shutdown(wait=False, cancel_futures=True)
@@ -209,14 +206,14 @@ class Engine:
             while not self._stopping:
                 self._advance()
         except Exception as error:  # the loop's end must be told, whatever it was
-            log.exception("engine of %s failed", self._instance_id)
+            log.exception("engine of %s failed", self._info.instance_id)
             self._outbox.fail(f"{type(error).__name__}: {error}")
 
     def _advance(self) -> None:
         if self._failure is not None:
             raise self._failure
         if self._asking is not None and self._asking.done():
-            self._take_reply(self._asking.result())
+            self._take_answer(self._asking.result())
         if self._asking is None:
             self._take_in()
         runs = self._scheduler.next_runs()
@@ -224,13 +221,9 @@ class Engine:
             self._pause(NOTHING_FITS_PAUSE_S)
             self._nothing_came = False
             return
-        if (
-            self._asking is None
-            and (self._scheduler.must_ask() or self._must_follow())
-            and self._scheduler.may_ask_before_computing()
-        ):
+        if self._asking is None and self._has_question():
             self._asked_s = time.monotonic()
-            self._asking = self._asker.submit(self._call_with_retries, self._next_step())
+            self._asking = self._asker.submit(self._next_question())
             if self._scheduler.lacks_slots() and self._is_answered(ANSWER_GRACE_S):
                 return
         if runs:
@@ -240,10 +233,26 @@ class Engine:
         else:
             self._pause(FOLLOW_PAUSE_S if self._scheduler.follows_prefills() else IDLE_WAIT_S)
 
-    def _must_follow(self) -> bool:
-        """Tell whether it is time to ask how far the prefills are that requests follow."""
+    def _has_question(self) -> bool:
+        """Tell whether the coordinator must be asked, or told, something now."""
+        if self._membership.stage is not Stage.MEMBER:
+            # What loads still write could be told neither as held nor as free.
+            return not self._cancels
         since_s = time.monotonic() - self._asked_s
-        return since_s >= FOLLOW_PAUSE_S and self._scheduler.follows_prefills()
+        return self._scheduler.may_ask_before_computing() and (
+            self._scheduler.must_ask()
+            or (since_s >= FOLLOW_PAUSE_S and self._scheduler.follows_prefills())
+            or since_s >= HEARTBEAT_S
+        )
+
+    def _next_question(self) -> Callable[[], StepReply | None]:
+        match self._membership.stage:
+            case Stage.MEMBER:
+                return partial(self._membership.ask, self._next_step())
+            case Stage.LOST:
+                return partial(self._membership.tell_blocks, self._mover.inventory)
+            case Stage.BLOCKS_TOLD:
+                return partial(self._membership.tell_requests, self._scheduler.start_over())
 
     def _is_answered(self, timeout_s: float) -> bool:
         """Wait for the answer to the question that is out, and tell whether it came."""
@@ -264,8 +273,16 @@ class Engine:
                 self._cancel_load(self._scheduler.abort(item))
         self._publish(self._scheduler.take_outputs())
 
-    def _take_reply(self, reply: StepReply) -> None:
+    def _take_answer(self, reply: StepReply | None) -> None:
         self._asking = None
+        if reply is not None:
+            self._take_reply(reply)
+        elif self._membership.stage is Stage.LOST:
+            # Their sources are not leased any more, nor their destinations theirs.
+            for request_id in self._scheduler.cancel_loads():
+                self._cancel_load(request_id)
+
+    def _take_reply(self, reply: StepReply) -> None:
         work = self._scheduler.apply(reply)
         self._mover.reused(work.reused_block_ids)
         for order in work.loads:
@@ -289,23 +306,13 @@ class Engine:
 
     def _next_step(self) -> Step:
         self._num_steps += 1
+        info = self._info
         return self._scheduler.build_step(
-            call_id=f"{self._instance_id}/{self._incarnation}/step/{self._num_steps}",
-            epoch=self._epoch,
-            instance_id=self._instance_id,
-            incarnation=self._incarnation,
+            call_id=f"{info.instance_id}/{info.incarnation}/step/{self._num_steps}",
+            epoch=self._membership.epoch,
+            instance_id=info.instance_id,
+            incarnation=info.incarnation,
         )
-
-    def _call_with_retries(self, step: Step) -> StepReply:
-        # Repeating is safe: the coordinator answers the same call_id with the same reply.
-        for attempt in range(1, STEP_ATTEMPTS + 1):
-            try:
-                return expect(self._coordinator.call(step, timeout_s=STEP_TIMEOUT_S), StepReply)
-            except KvferryError as error:
-                if not error.retryable or attempt == STEP_ATTEMPTS:
-                    raise
-                log.warning("step %s: %s; trying again", step.call_id, error)
-        raise AssertionError("unreachable")
 
     def _load(self, order: LoadOrder, cancel: threading.Event) -> None:
         load = order.load

@@ -36,6 +36,12 @@ class Followers:
         """Return one that is here."""
         return self._sequences[request_id]
 
+    def take_all(self) -> list[Sequence]:
+        """Let all go."""
+        sequences = list(self._sequences.values())
+        self._sequences, self._new = {}, []
+        return sequences
+
     def remove(self, request_id: RequestId) -> tuple[Sequence, bool]:
         """Let one go that is here; return it, and whether the coordinator was told of it."""
         sequence = self._sequences.pop(request_id)

@@ -17,7 +17,7 @@ from kvferry.proto.errors import (
     KvferryError,
 )
 from kvferry.proto.ids import Incarnation, InstanceId, RequestId
-from kvferry.proto.messages import RemoveInstance
+from kvferry.proto.messages import RemoveInstance, Role
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class EngineLink:
     """One engine as the router reaches it."""
 
     engine: EnginePort
+    role: Role
     incarnation: Incarnation
 
 
@@ -80,6 +81,10 @@ class Legs:
     def is_alive(self, instance_id: InstanceId) -> bool:
         """Return whether requests may be sent there."""
         return instance_id in self._engines and instance_id not in self._deaths
+
+    def roles(self) -> dict[InstanceId, Role]:
+        """Return the instances that requests may be sent to, and what each is for."""
+        return {i: link.role for i, link in self._engines.items() if self.is_alive(i)}
 
     def in_flight(self) -> dict[InstanceId, int]:
         """Return the number of requests per engine."""

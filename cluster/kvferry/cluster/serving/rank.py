@@ -30,6 +30,7 @@ from kvferry.proto.scheme import Algorithm, KeyFormat
 from kvferry.proto.step_messages import Source
 from kvferry.worker.device import Device, open_device
 from kvferry.worker.group_load import GroupLoad
+from kvferry.worker.inventory import InventoryPart
 from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.model.computable import require_computable
 from kvferry.worker.model.loading import LoadedModel, load_model
@@ -199,6 +200,10 @@ class Rank:
     def reused(self, block_ids: Sequence[BlockId]) -> None:
         """See `WorkerService.reused`."""
         self.worker.reused(block_ids)
+
+    def inventory(self, max_blocks: int) -> Iterator[InventoryPart]:
+        """See `WorkerService.inventory`."""
+        return self.worker.inventory(max_blocks)
 
     def pull(
         self,

@@ -104,16 +104,14 @@ class RankActor:
         registered = self._register(coordinator, info)
         ranks = AllRanks(self._own, self._others, pass_timeout_s=settings.rank_timeout_s)
         engine = Engine(
-            instance_id=settings.instance_id,
-            incarnation=info.incarnation,
-            epoch=registered.epoch,
+            info=info,
+            registered=registered,
             limits=_limits(settings, info),
             scheme=scheme,
             eos_token_ids=frozenset(self._own.loaded.eos_token_ids),
             coordinator=coordinator,
             mover=ranks,
             forward=ranks.forward,
-            tells_content=registered.wants_content,
         )
         self._engine = engine
         engine.start()

@@ -20,6 +20,7 @@ from kvferry.cluster.serving.requests import Accounting, EngineRequest, Finished
 from kvferry.cluster.serving.routing import Route, choose_route
 from kvferry.proto.errors import (
     BusyError,
+    DeadlineError,
     InstanceDiedError,
     KvferryError,
     NotFoundError,
@@ -32,7 +33,9 @@ from kvferry.proto.scheme import HashScheme
 
 log = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 2.0
+"""A coordinator that does not answer is not needed: requests go on without, see `_route`."""
+
 PREFILL_NEWS_S = 1.0
 """The end of a prefill is waited for so long when its decode leg has ended before."""
 
@@ -227,13 +230,15 @@ class Router:
                     yield journey.served(output.finished, instance_id)
 
     async def _route(self, request: EngineRequest) -> Route:
+        """Choose by prefix and load; by load alone, and without a prefill, if nobody can say."""
         hashes = self._hashes(request)
-        located = await self._coordinator.call(
-            Locate(identity_digest=self._digest, hashes=hashes), timeout_s=CALL_TIMEOUT_S
-        )
-        holders = expect(located, Located).holders
+        held = await self._locate(request.request_id, hashes)
+        roles = self._legs.roles()
+        if held is None:
+            held, roles = {}, {i: role for i, role in roles.items() if role == "decode"}
         route = choose_route(
-            tuple(h for h in holders if self._legs.is_alive(h.source.instance_id)),
+            roles,
+            {i: num_hashes for i, num_hashes in held.items() if i in roles},
             self._legs.in_flight(),
             num_prompt_hashes=len(hashes),
             min_prefill_hashes=self._settings.min_prefill_hashes,
@@ -247,6 +252,19 @@ class Router:
             )
         return route
 
+    async def _locate(
+        self, request_id: RequestId, hashes: tuple[BlockHash, ...]
+    ) -> dict[InstanceId, int] | None:
+        """Return how many hashes each instance holds; None if the coordinator does not answer."""
+        try:
+            located = await self._coordinator.call(
+                Locate(identity_digest=self._digest, hashes=hashes), timeout_s=CALL_TIMEOUT_S
+            )
+        except (UnavailableError, DeadlineError, BusyError) as error:
+            log.warning("request %s is routed by load alone: %s", request_id, error)
+            return None
+        return {h.source.instance_id: h.num_hashes for h in expect(located, Located).holders}
+
     def _hashes(self, request: EngineRequest) -> tuple[BlockHash, ...]:
         # Short of the last token: at least one token must run to give logits.
         return hash_tokens(self._scheme, request.prompt_token_ids[:-1], request.keys)
@@ -258,7 +276,7 @@ class Router:
         journey.prefill_instance = route.prefill
         try:
             await self._open_handoff(request_id, route.prefill, route.decode)
-        except (UnavailableError, BusyError, NotFoundError) as error:
+        except (UnavailableError, DeadlineError, BusyError, NotFoundError) as error:
             log.warning("request %s: no prefill at %s: %s", request_id, route.prefill, error)
             return None
         # It runs when the caller waits for the first time; by then the decode leg is in flight.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.proto.ids import InstanceId
-from kvferry.proto.messages import Holder
+from kvferry.proto.messages import Role
 
 PULL_COST = 0.1
 """Cost of pulling a token, in tokens computed."""
@@ -27,7 +27,8 @@ class Route:
 
 
 def choose_route(
-    holders: tuple[Holder, ...],
+    roles: Mapping[InstanceId, Role],
+    held_hashes: Mapping[InstanceId, int],
     in_flight: Mapping[InstanceId, int],
     *,
     num_prompt_hashes: int,
@@ -37,36 +38,25 @@ def choose_route(
     """Return the cheapest route, or None when no decode instance is alive.
 
     Args:
-        holders: all live instances of the model with the hashes of the prefix that each holds.
+        roles: all live instances of the model.
+        held_hashes: of the prefix, so many does an instance hold; absent if none.
         in_flight: the router's own count of requests per instance.
         num_prompt_hashes: full hash blocks of the prompt, short of its last token.
         min_prefill_hashes: send to a prefill instance only if nobody holds so many of them.
         hash_block_tokens: tokens of a hash block.
     """
-    decoders = [holder for holder in holders if holder.role == "decode"]
-    if not decoders:
-        return None
-    held_anywhere = min(max(holder.num_hashes for holder in holders), num_prompt_hashes)
-    prefillers = [holder for holder in holders if holder.role == "prefill"]
-    held_tokens = held_anywhere * hash_block_tokens
-    decode = _cheapest(decoders, in_flight, held_tokens, hash_block_tokens)
-    if not prefillers or num_prompt_hashes - held_anywhere < min_prefill_hashes:
-        return Route(decode=decode, prefill=None)
-    return Route(
-        decode=decode, prefill=_cheapest(prefillers, in_flight, held_tokens, hash_block_tokens)
-    )
+    held_anywhere = min(max(held_hashes.values(), default=0), num_prompt_hashes)
 
-
-def _cheapest(
-    candidates: list[Holder],
-    in_flight: Mapping[InstanceId, int],
-    held_tokens: int,
-    hash_block_tokens: int,
-) -> InstanceId:
-    def cost(holder: Holder) -> tuple[float, InstanceId]:
-        instance_id = holder.source.instance_id
-        to_pull = max(held_tokens - holder.num_hashes * hash_block_tokens, 0)
+    def cost(instance_id: InstanceId) -> tuple[float, InstanceId]:
+        to_pull = max(held_anywhere - held_hashes.get(instance_id, 0), 0) * hash_block_tokens
         queue = in_flight.get(instance_id, 0)
         return to_pull * PULL_COST + queue * REQUEST_COST_TOKENS, instance_id
 
-    return min(candidates, key=cost).source.instance_id
+    decoders = [instance_id for instance_id, role in roles.items() if role == "decode"]
+    if not decoders:
+        return None
+    decode = min(decoders, key=cost)
+    prefillers = [instance_id for instance_id, role in roles.items() if role == "prefill"]
+    if not prefillers or num_prompt_hashes - held_anywhere < min_prefill_hashes:
+        return Route(decode=decode, prefill=None)
+    return Route(decode=decode, prefill=min(prefillers, key=cost))

@@ -8,7 +8,8 @@ Pure: no model, no clock, no threads. The engine loop drives it:
     scheduler.computed(tokens)            -> outputs, blocks now written
 
 Between `build_step` and `apply` only `next_runs` and `computed` may be called: requests that have
-slots go on, nothing else changes.
+slots go on, nothing else changes. A step that was not taken, because the coordinator was restarted,
+ends with `start_over` instead, and so does what that returns.
 
 The policy is expressed by order alone: the coordinator serves running requests first to last and
 preempts from the end.
@@ -18,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from kvferry.cluster.serving.endings import Endings
 from kvferry.cluster.serving.followers import Followers
 from kvferry.cluster.serving.limits import Limits
 from kvferry.cluster.serving.load_orders import LoadOrder, load_order
@@ -31,11 +33,11 @@ from kvferry.proto.ids import (
     InstanceId,
     RequestId,
 )
+from kvferry.proto.restore_messages import RestoredRequest
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import (
     Load,
     LoadResult,
-    Release,
     RunningAsk,
     Scheduled,
     Step,
@@ -82,13 +84,9 @@ class Scheduler:
         # Written to since the last report, in order.
         self._written: dict[RequestId, RequestSequence] = {}
         self._load_results: list[LoadResult] = []
-        self._releases: list[Release] = []
         self._runs: list[tuple[RequestSequence, int]] = []
         self._outputs: list[Output] = []
-        # A request is reported as finished once the coordinator has taken its release: whoever
-        # reads that goes on to look for its blocks elsewhere.
-        self._ending: list[Output] = []
-        self._ending_in_step: list[Output] = []
+        self._endings = Endings()
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that fits (`require_fits`), with an id that no other one here has."""
@@ -99,7 +97,7 @@ class Scheduler:
             # A prefill of less than one full block.
             self._outputs.append(sequence.ended("prefilled"))
             return
-        reason = self._end_reason(sequence)
+        reason = sequence.end_reason(self._eos)
         if reason is not None:
             # It came with its last token: its engine died before telling the end.
             self._outputs.append(sequence.ended(reason))
@@ -165,7 +163,7 @@ class Scheduler:
 
         What was written is told along with the next question: before slots run out at the latest.
         """
-        if self._load_results or self._releases or self._followers.any_new:
+        if self._load_results or self._endings.any_untold or self._followers.any_new:
             return True
         if self._waiting and self._room() > 0:
             return True
@@ -194,7 +192,7 @@ class Scheduler:
             incarnation=incarnation,
             load_results=tuple(self._load_results),
             progress=tuple(sequence.progress() for sequence in self._written.values()),
-            releases=tuple(self._releases),
+            releases=self._endings.take_releases(),
             running=tuple(
                 RunningAsk(request_id=s.request_id, target_tokens=s.target_tokens)
                 for s in self._running
@@ -209,15 +207,13 @@ class Scheduler:
             token_budget=self._limits.token_budget,
             ahead_tokens=self._ahead_tokens,
         )
-        self._load_results, self._releases = [], []
+        self._load_results = []
         self._written.clear()
-        self._ending_in_step, self._ending = self._ending, []
         return step
 
     def apply(self, reply: StepReply) -> Work:
         """Move requests as the coordinator decided; return what to do now."""
-        self._outputs += self._ending_in_step
-        self._ending_in_step = []
+        self._outputs += self._endings.told()
         reused: list[BlockId] = []
         for request_id in reply.preempted:
             self._preempt(request_id)
@@ -238,6 +234,29 @@ class Scheduler:
             loads=loads,
             cancel_loads=reply.cancel_loads,
         )
+
+    def cancel_loads(self) -> tuple[RequestId, ...]:
+        """Let every load end without its request; the caller must stop these."""
+        for sequence in self._loading.values():
+            sequence.cancelled = True
+        return tuple(self._loading)
+
+    def start_over(self) -> tuple[RestoredRequest, ...]:
+        """Return what runs, for a coordinator that knows of nothing; all else waits again.
+
+        No load is in flight. Nothing of what it was told is told again.
+        """
+        self._outputs += self._endings.forgotten()
+        self._load_results = []
+        self._written.clear()
+        again = [*self._loading.values(), *self._followers.take_all()]
+        self._loading = {}
+        for sequence in again:
+            sequence.reset()
+        self._outputs += [s.ended("aborted") for s in again if s.aborted]
+        self._waiting.extendleft(s for s in reversed(again) if not s.aborted)
+        self._sort()
+        return tuple(s.restored(with_content=self._tells_content) for s in self._running)
 
     def next_runs(self) -> tuple[Run, ...]:
         """Return what can be computed now, within the token budget; `computed` must follow."""
@@ -349,37 +368,20 @@ class Scheduler:
             if sequence.num_computed_tokens >= sequence.target_tokens:
                 self._end(sequence, "prefilled")
         elif token is not None:
-            reason = self._end_reason(sequence)
+            reason = sequence.end_reason(self._eos)
             if reason is not None:
                 self._end(sequence, reason)
-
-    def _end_reason(self, sequence: RequestSequence) -> FinishReason | None:
-        """Return why a request ends with the token that was generated last, if it does."""
-        request, last = sequence.request, sequence.last_output_token
-        if request.prefill_only or last is None:
-            return None
-        stops = set(request.sampling.stop_token_ids)
-        stops |= frozenset() if request.sampling.ignore_eos else self._eos
-        if last in stops:
-            return "stop"
-        return "length" if sequence.num_output_tokens >= request.sampling.max_tokens else None
 
     def _end_follower(self, request_id: RequestId) -> None:
         sequence, is_known = self._followers.remove(request_id)
         if is_known:
-            self._release(sequence, "aborted")
+            self._endings.add(sequence, "aborted")
         else:
             self._outputs.append(sequence.ended("aborted"))
 
     def _end(self, sequence: RequestSequence, reason: FinishReason) -> None:
         self._running.remove(sequence)
-        self._release(sequence, reason)
-
-    def _release(self, sequence: RequestSequence, reason: FinishReason) -> None:
-        self._releases.append(
-            Release(request_id=sequence.request_id, handoff=reason == "prefilled")
-        )
-        self._ending.append(sequence.ended(reason))
+        self._endings.add(sequence, reason)
 
     def _sort(self) -> None:
         if self._limits.policy == "priority":

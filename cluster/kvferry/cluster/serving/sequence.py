@@ -13,6 +13,7 @@ from kvferry.cluster.serving.requests import (
 )
 from kvferry.proto.hashing import HashChain
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, RequestId
+from kvferry.proto.restore_messages import RestoredRequest
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.shared_chain import hashes_per_block
 from kvferry.proto.step_messages import AdmitAsk, Progress, RequestContent
@@ -170,6 +171,18 @@ class Sequence:
         self._num_told_tokens = self.num_tokens
         return RequestContent(tokens=tuple(self._tokens), keys=self.request.keys)
 
+    def restored(self, *, with_content: bool) -> RestoredRequest:
+        """Return what it is, running, for a coordinator that does not know it."""
+        self.num_reported_hashes = len(self.chain.hashes)
+        return RestoredRequest(
+            request_id=self.request_id,
+            num_tokens=self.num_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            hashes=tuple(self.chain.hashes),
+            block_ids=tuple(map(tuple, self.block_tables)),
+            content=self.content() if with_content else None,
+        )
+
     def progress(self) -> Progress:
         """Report what is written and the hashes (and tokens, once told) not reported before."""
         new_hashes = tuple(self.chain.hashes[self.num_reported_hashes :])
@@ -185,6 +198,17 @@ class Sequence:
             new_hashes=new_hashes,
             new_tokens=new_tokens,
         )
+
+    def end_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Return why it ends with the token that was generated last, if it does."""
+        last, sampling = self.last_output_token, self.request.sampling
+        if self.request.prefill_only or last is None:
+            return None
+        stops = set(sampling.stop_token_ids)
+        stops |= frozenset() if sampling.ignore_eos else eos_token_ids
+        if last in stops:
+            return "stop"
+        return "length" if self.num_output_tokens >= sampling.max_tokens else None
 
     def in_place(self, origin: Origin, end: int) -> None:
         """Note that tokens `[0, end)` are in place, the new ones among them from this origin.

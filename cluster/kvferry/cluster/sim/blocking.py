@@ -15,9 +15,13 @@ from kvferry.cluster.sim.world import Task, World
 
 MODULES = (
     "kvferry.cluster.serving.engine",
+    "kvferry.cluster.serving.membership",
+    "kvferry.cluster.serving.membership",
     "kvferry.cluster.serving.outbox",
     "kvferry.cluster.serving.legs",
     "kvferry.cluster.serving.router",
+    "kvferry.cluster.store_watch",
+    "kvferry.coordinator.actor",
     "kvferry.worker.busy_source",
     "kvferry.worker.coordinator_reserver",
     "kvferry.worker.fetch_terms",

@@ -1,12 +1,12 @@
 """What goes wrong, and when: drawn from the world's chance, and over at the end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvferry.cluster.sim.network import Network, Weather
 from kvferry.cluster.sim.world import Process, World
 from kvferry.proto.errors import BadInputError
-from kvferry.proto.ids import InstanceId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +14,7 @@ class Profile:
     """How rough a run is. Chances are from 0 to 1, pauses between events of a kind in seconds."""
 
     weather: Weather = field(default_factory=Weather)
+    restart_every_s: float | None = None
     crash_every_s: float | None = None
     mistake_every_s: float | None = None
     pause_every_s: float | None = None
@@ -32,9 +33,16 @@ def _rough() -> Weather:
 PROFILES: dict[str, Profile] = {
     "calm": Profile(),
     "network": Profile(weather=_rough(), cut_every_s=4.0),
-    "crashes": Profile(crash_every_s=4.0, mistake_every_s=6.0, pause_every_s=4.0, clock_skew=0.05),
+    "crashes": Profile(
+        restart_every_s=5.0,
+        crash_every_s=4.0,
+        mistake_every_s=6.0,
+        pause_every_s=4.0,
+        clock_skew=0.05,
+    ),
     "all": Profile(
         weather=_rough(),
+        restart_every_s=8.0,
         crash_every_s=6.0,
         mistake_every_s=8.0,
         pause_every_s=5.0,
@@ -55,6 +63,16 @@ def profile_named(name: str) -> Profile:
     return PROFILES[name]
 
 
+class Victim(Protocol):
+    """What may die, or be taken for dead."""
+
+    def crash(self) -> None:
+        """End where it stands."""
+
+    def take_for_dead(self) -> None:
+        """Be replaced, and go on all the same."""
+
+
 class Faults:
     """Makes a profile's faults happen, until `stop`.
 
@@ -62,9 +80,8 @@ class Faults:
         network: is cut, and has the profile's weather.
         profile: what happens how often.
         processes: all that may be paused or cut off, as they are now.
-        crash: ends an instance where it stands.
-        take_for_dead: replaces an instance that goes on all the same.
-        crashable: the instances that may.
+        coordinator: dies, or is taken for dead, in a rhythm of its own.
+        victims: all others that may, as they are now.
     """
 
     def __init__(
@@ -73,17 +90,15 @@ class Faults:
         profile: Profile,
         *,
         processes: Callable[[], list[Process]],
-        crash: Callable[[InstanceId], None],
-        take_for_dead: Callable[[InstanceId], None],
-        crashable: Callable[[], list[InstanceId]],
+        coordinator: Victim,
+        victims: Callable[[], Sequence[Victim]],
     ) -> None:
         self._network = network
         self._world: World = network.world
         self._profile = profile
         self._processes = processes
-        self._crash = crash
-        self._take_for_dead = take_for_dead
-        self._crashable = crashable
+        self._coordinator = coordinator
+        self._victims = victims
         self._is_over = False
 
     def start(self) -> None:
@@ -91,8 +106,9 @@ class Faults:
         profile = self._profile
         self._network.weather = profile.weather
         for pause_s, fault in (
-            (profile.crash_every_s, lambda: self._hit_one(self._crash)),
-            (profile.mistake_every_s, lambda: self._hit_one(self._take_for_dead)),
+            (profile.restart_every_s, self._restart_coordinator),
+            (profile.crash_every_s, lambda: self._hit_one(lambda one: one.crash())),
+            (profile.mistake_every_s, lambda: self._hit_one(lambda one: one.take_for_dead())),
             (profile.pause_every_s, self._pause_one),
             (profile.cut_every_s, self._cut_some),
         ):
@@ -114,10 +130,16 @@ class Faults:
                 return
             fault()
 
-    def _hit_one(self, fault: Callable[[InstanceId], None]) -> None:
-        names = self._crashable()
-        if names:
-            fault(self._world.random.choice(names))
+    def _restart_coordinator(self) -> None:
+        if self._world.random.random() < 0.5:
+            self._coordinator.crash()
+        else:
+            self._coordinator.take_for_dead()
+
+    def _hit_one(self, fault: Callable[[Victim], None]) -> None:
+        victims = self._victims()
+        if victims:
+            fault(self._world.random.choice(victims))
 
     def _pause_one(self) -> None:
         process = self._world.random.choice(self._processes())

@@ -8,13 +8,6 @@ from kvferry.proto.errors import InstanceDiedError
 from kvferry.proto.group_specs import specs_of
 
 WATCH_S = 1.0
-ENDS_A_LOOP = (
-    "StaleError",
-    "NotFoundError",
-    "NotRegisteredError",
-    "UnavailableError",
-    "DeadlineError",
-)
 
 
 class Instance(Member):
@@ -43,24 +36,21 @@ class Instance(Member):
         """Register, and start the engine."""
         registered = self.register()
         self.engine = Engine(
-            instance_id=self.plan.instance_id,
-            incarnation=self.incarnation,
-            epoch=registered.epoch,
+            info=self.info,
+            registered=registered,
             limits=self._limits,
             scheme=self.plan.scheme,
             eos_token_ids=frozenset(),
             coordinator=self,
             mover=self.worker,
             forward=self._model.forward,
-            tells_content=registered.wants_content,
         )
         self.engine.start()
 
     def watch(self) -> None:
         """Return once the engine's loop has failed.
 
-        What the other side of a network can do to a loop is to be expected; anything else is told
-        to the world.
+        That another life is registered ends a loop; anything else is told to the world.
         """
         assert self.engine is not None
         while True:
@@ -68,6 +58,6 @@ class Instance(Member):
             try:
                 self.engine.require_alive()
             except InstanceDiedError as error:
-                if not any(name in error.message for name in ENDS_A_LOOP):
+                if "StaleError" not in error.message:
                     self.network.world.fail(error)
                 return

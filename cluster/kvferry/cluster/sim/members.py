@@ -1,9 +1,10 @@
 """What engine instances and stores have in common: a process, a worker, and a registration."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.cluster.sim.content import Values
+from kvferry.cluster.sim.coordinators import Coordinators
 from kvferry.cluster.sim.fetching import FetchClient, Served
 from kvferry.cluster.sim.network import Network
 from kvferry.cluster.sim.world import Process
@@ -78,18 +79,14 @@ class SimWorker(WorkerService):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Birth:
-    """What a life is given: who it is, where it lives, and whom it knows.
-
-    `handle` executes a command in the `coordinator`'s process.
-    """
+    """What a life is given: who it is, where it lives, and whom it knows."""
 
     network: Network
     plan: MemberPlan
     incarnation: Incarnation
     process: Process
     fetcher: FetchClient
-    coordinator: Process
-    handle: Callable[[Command], Reply]
+    coordinators: Coordinators
 
 
 class Member:
@@ -111,6 +108,19 @@ class Member:
         )
         self.worker = SimWorker(incarnation=incarnation, memory=memory, fetcher=birth.fetcher)
         self.served = Served(birth.process, self.worker)
+        self.info = InstanceInfo(
+            instance_id=plan.instance_id,
+            role=plan.role,
+            incarnation=incarnation,
+            identity=plan.identity,
+            scheme=plan.scheme,
+            layout=memory.layout,
+            num_blocks=plan.num_blocks,
+            rank_addresses=(self.address,),
+            max_model_len=plan.max_model_len,
+            rank_pids=(1,),
+            version="simulated",
+        )
         self.layers: list[Values] = [layer.numpy() for layer in memory.layers]
 
     def join(self) -> None:
@@ -123,8 +133,9 @@ class Member:
 
     def call(self, command: Command, *, timeout_s: float = CALL_TIMEOUT_S) -> Reply:
         """`CoordinatorPort`."""
+        coordinators = self._birth.coordinators
         return self.network.call(
-            self._birth.coordinator, lambda: self._birth.handle(command), timeout_s=timeout_s
+            coordinators.process, lambda: coordinators.handle(command), timeout_s=timeout_s
         )
 
     def register(self) -> Registered:
@@ -133,20 +144,7 @@ class Member:
         Raises:
             KvferryError: what cannot be repeated.
         """
-        info = InstanceInfo(
-            instance_id=self.plan.instance_id,
-            role=self.plan.role,
-            incarnation=self.incarnation,
-            identity=self.plan.identity,
-            scheme=self.plan.scheme,
-            layout=self.worker.memory.layout,
-            num_blocks=self.plan.num_blocks,
-            rank_addresses=(self.address,),
-            max_model_len=self.plan.max_model_len,
-            rank_pids=(1,),
-            version="simulated",
-        )
-        command = RegisterInstance(call_id=f"register/{self.address}", info=info)
+        command = RegisterInstance(call_id=f"register/{self.address}", info=self.info)
         while True:
             try:
                 return expect(self.call(command), Registered)

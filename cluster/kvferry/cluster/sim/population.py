@@ -1,9 +1,11 @@
 """Who lives in a simulated service: which members there are, and the lives they begin and end."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from random import Random
 
 from kvferry.cluster.sim.clients import Client, Saves, prompts_for_clients
+from kvferry.cluster.sim.coordinators import Coordinators
 from kvferry.cluster.sim.fetching import FetchClient, Served
 from kvferry.cluster.sim.instances import Instance
 from kvferry.cluster.sim.members import Birth, Member, MemberPlan, identity_of
@@ -12,7 +14,7 @@ from kvferry.cluster.sim.stores import Store
 from kvferry.cluster.sim.world import Process
 from kvferry.proto.errors import StaleError
 from kvferry.proto.ids import Incarnation, InstanceId
-from kvferry.proto.messages import Command, Reply, Role
+from kvferry.proto.messages import Role
 from kvferry.proto.scheme import HashScheme
 
 MAX_MODEL_LEN = 64
@@ -50,8 +52,7 @@ class Population:
     Args:
         network: between all of them.
         scheme: how they hash.
-        coordinator: where commands are executed.
-        handle: executes one there.
+        coordinators: whom they know.
         operator: the process that starts lives.
         clock_skew: how wrong clocks may go.
         told: hears of engines that have begun.
@@ -62,8 +63,7 @@ class Population:
         network: Network,
         scheme: HashScheme,
         *,
-        coordinator: Process,
-        handle: Callable[[Command], Reply],
+        coordinators: Coordinators,
         operator: Process,
         clock_skew: float,
         told: Callable[[Instance], None],
@@ -76,8 +76,7 @@ class Population:
         self._network = network
         self._world = network.world
         self._scheme = scheme
-        self._coordinator = coordinator
-        self._handle = handle
+        self._coordinators = coordinators
         self._operator = operator
         self._clock_skew = clock_skew
         self._told = told
@@ -92,15 +91,19 @@ class Population:
         if any(plan.role == "store" for plan in self._plans.values()):
             self._begin_clients()
 
-    def crash(self, instance_id: InstanceId) -> None:
+    def victims(self) -> list["Victim"]:
+        """Return the members that live."""
+        return [Victim(self, life) for life in self.lives.values()]
+
+    def crash(self, life: Member) -> None:
         """End a life where it stands."""
         self.num_crashes += 1
-        self._end(self.lives[instance_id])
+        self._end(life)
 
-    def take_for_dead(self, instance_id: InstanceId) -> None:
+    def take_for_dead(self, life: Member) -> None:
         """Begin the next life of a member while the last one goes on."""
-        del self.lives[instance_id]
-        self._begin(instance_id)
+        del self.lives[life.plan.instance_id]
+        self._begin(life.plan.instance_id)
 
     def is_current(self, life: Member) -> bool:
         """Tell whether it is the life that others should know."""
@@ -186,6 +189,21 @@ class Population:
             incarnation=incarnation,
             process=process,
             fetcher=fetcher,
-            coordinator=self._coordinator,
-            handle=self._handle,
+            coordinators=self._coordinators,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A member in its present life, to which something is about to happen."""
+
+    population: Population
+    life: Member
+
+    def crash(self) -> None:
+        """End it where it stands."""
+        self.population.crash(self.life)
+
+    def take_for_dead(self) -> None:
+        """Replace it while it goes on."""
+        self.population.take_for_dead(self.life)

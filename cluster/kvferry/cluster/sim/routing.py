@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from kvferry.cluster.serving.requests import EngineRequest, OutputBatch
 from kvferry.cluster.sim.blocking import Event
+from kvferry.cluster.sim.coordinators import Coordinators
 from kvferry.cluster.sim.instances import Instance
 from kvferry.cluster.sim.network import Network
 from kvferry.cluster.sim.world import Process, World
@@ -90,17 +91,15 @@ class AsyncCalls:
 class AsyncCoordinator:
     """`AsyncCoordinatorPort`."""
 
-    def __init__(
-        self, calls: AsyncCalls, process: Process, handle: Callable[[Command], Reply]
-    ) -> None:
+    def __init__(self, calls: AsyncCalls, coordinators: Coordinators) -> None:
         self._calls = calls
-        self._process = process
-        self._handle = handle
+        self._coordinators = coordinators
 
     async def call(self, command: Command, *, timeout_s: float) -> Reply:
         """Return the reply."""
+        coordinators = self._coordinators
         return await self._calls.call(
-            self._process, lambda: self._handle(command), timeout_s=timeout_s
+            coordinators.process, lambda: coordinators.handle(command), timeout_s=timeout_s
         )
 
 

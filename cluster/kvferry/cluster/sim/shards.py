@@ -26,6 +26,7 @@ class Report:
     num_given_up: int = 0
     num_failed: int = 0
     num_crashes: int = 0
+    num_restarts: int = 0
     num_saves: int = 0
     num_resets: int = 0
     num_loaded_blocks: int = 0
@@ -41,6 +42,7 @@ class Report:
         self.num_given_up += result["num_given_up"]
         self.num_failed += len(result["failures"])
         self.num_crashes += result["num_crashes"]
+        self.num_restarts += result["num_restarts"]
         self.num_saves += result["num_saves"]
         self.num_resets += result["num_resets"]
         self.num_loaded_blocks += result["num_loaded_blocks"]

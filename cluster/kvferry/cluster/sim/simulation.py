@@ -11,6 +11,7 @@ from kvferry.cluster.serving.router import Router, RouterSettings
 from kvferry.cluster.sim.blocking import simulated
 from kvferry.cluster.sim.checks import check_residency, check_rest
 from kvferry.cluster.sim.content import KnownContent
+from kvferry.cluster.sim.coordinators import Coordinators
 from kvferry.cluster.sim.faults import Faults, Profile
 from kvferry.cluster.sim.instances import Instance
 from kvferry.cluster.sim.members import identity_of
@@ -25,14 +26,10 @@ from kvferry.cluster.sim.routing import (
 )
 from kvferry.cluster.sim.workload import Workload
 from kvferry.cluster.sim.world import Process, Task, World
-from kvferry.coordinator.service import CoordinatorService
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.hashing import make_scheme
-from kvferry.proto.ids import Epoch
-from kvferry.proto.messages import Command, Reply, Tick
 
 HASH_BLOCK_TOKENS = 4
-TICK_S = 0.5
 LEASE_CAP_S = 30.0
 STEP_LEASE_S = 15.0
 REQUEST_TIMEOUT_S = 60.0
@@ -59,6 +56,7 @@ class Result:
     num_resets: int
     num_loaded_blocks: int
     num_crashes: int
+    num_restarts: int
     violation: str | None
 
 
@@ -75,21 +73,20 @@ class Simulation:
         self.network = Network(self.world)
         self._scheme = make_scheme(hash_block_tokens=HASH_BLOCK_TOKENS)
         self._known = KnownContent(self._scheme)
-        self._coordinator = Process("coordinator")
         self._router_process = Process("router")
         self._operator = Process("operator")
-        self._service = CoordinatorService(
-            scheme=self._scheme,
-            epoch=Epoch(1),
+        self.coordinators = Coordinators(
+            self.world,
+            self._scheme,
+            operator=self._operator,
+            clock_skew=profile.clock_skew,
             lease_cap_s=LEASE_CAP_S,
             step_lease_s=STEP_LEASE_S,
-            check_invariants=True,
         )
         self.population = Population(
             self.network,
             self._scheme,
-            coordinator=self._coordinator,
-            handle=self._handle,
+            coordinators=self.coordinators,
             operator=self._operator,
             clock_skew=profile.clock_skew,
             told=self._tell_router,
@@ -107,9 +104,8 @@ class Simulation:
             self.network,
             profile,
             processes=self._processes,
-            crash=self.population.crash,
-            take_for_dead=self.population.take_for_dead,
-            crashable=lambda: list(self.population.lives),
+            coordinator=self.coordinators,
+            victims=self.population.victims,
         )
         self._is_done = False
 
@@ -120,7 +116,7 @@ class Simulation:
             Exception: what was violated.
         """
         world = self.world
-        world.spawn(self._tick, self._coordinator)
+        world.spawn(self.coordinators.begin, self._operator)
         world.spawn(self.population.start, self._operator)
         world.spawn(self._route, self._router_process)
         world.spawn(self._faults.start, self._operator)
@@ -140,22 +136,15 @@ class Simulation:
             )
         rest_s = world.now_s + LEASE_CAP_S + 1.0
         world.run(until=lambda: world.now_s > rest_s)
-        check_rest(self._service, self.population.lives)
+        service = self.coordinators.service()
+        assert service is not None
+        check_rest(service, self.population.lives)
 
     # --- processes ---------------------------------------------------------------------------
 
-    def _handle(self, command: Command) -> Reply:
-        reply, _ = self._service.handle(command, self.world.clock_s())
-        return reply
-
-    def _tick(self) -> None:
-        while True:
-            self.world.sleep(TICK_S)
-            self._handle(Tick())
-
     def _processes(self) -> list[Process]:
         lives = [*self.population.lives.values(), *self.population.clients]
-        return [self._coordinator, *(life.process for life in lives)]
+        return [self.coordinators.process, *(life.process for life in lives)]
 
     def _tell_router(self, instance: Instance) -> None:
         while self._router is None or self._loop is None:
@@ -163,7 +152,11 @@ class Simulation:
         if not self.population.is_current(instance) or self._loop.is_closed():
             return
         calls = AsyncCalls(self.network, self._loop, self._router_process)
-        link = EngineLink(engine=AsyncEngine(calls, instance), incarnation=instance.incarnation)
+        link = EngineLink(
+            engine=AsyncEngine(calls, instance),
+            role=instance.plan.role,
+            incarnation=instance.incarnation,
+        )
         self._loop.call_soon_threadsafe(self._router.join, instance.plan.instance_id, link)
 
     def _route(self) -> None:
@@ -174,7 +167,7 @@ class Simulation:
     async def _serve(self, loop: VirtualLoop) -> None:
         calls = AsyncCalls(self.network, loop, self._router_process)
         self._router = Router(
-            coordinator=AsyncCoordinator(calls, self._coordinator, self._handle),
+            coordinator=AsyncCoordinator(calls, self.coordinators),
             engines={},
             identity_digest=identity_of("inside").digest(),
             scheme=self._scheme,
@@ -191,9 +184,12 @@ class Simulation:
         await self._router.close()
 
     def _check(self, task: Task) -> None:
+        service = self.coordinators.service()
+        if service is None:
+            return
         lives = [one for one in self.population.lives.values() if one.process is task.process]
         for life in lives:
-            check_residency(self._service, life, self._known, self.world.random)
+            check_residency(service, life, self._known, self.world.random)
 
 
 @contextmanager
@@ -232,5 +228,6 @@ def simulate(seed: int, num_steps: int, profile_name: str, profile: Profile) -> 
         num_resets=saves.num_resets,
         num_loaded_blocks=saves.num_loaded_blocks,
         num_crashes=simulation.population.num_crashes,
+        num_restarts=simulation.coordinators.num_restarts,
         violation=violation,
     )

@@ -1,0 +1,49 @@
+"""The coordinator as Ray runs it: when its process dies, Ray makes another, which goes on."""
+
+import gc
+from typing import Any
+
+from kvferry.cluster import ray_cluster
+from kvferry.cluster.coordinator_process import CoordinatorProcess, FrontAddresses, FrontSettings
+from kvferry.cluster.ray_record import RayRecord
+from kvferry.cluster.ray_revival import Revival
+
+OPTIONS = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0}
+"""Ray's for this actor: it always comes back, and a call that may have run is not run twice."""
+
+_RARE_COLLECTIONS = (100_000, 20, 20)
+
+
+class RayCoordinatorActor(CoordinatorProcess):
+    """A `CoordinatorProcess` with its record in Ray, which starts again after a death.
+
+    Args:
+        service_id: as in `naming`; under it the record is kept, and deleted by whoever ends the
+            service.
+        fronts: where it listens.
+        core: settings of `CoordinatorActor`.
+    """
+
+    def __init__(self, *, service_id: str, fronts: FrontSettings, **core: Any) -> None:
+        super().__init__(
+            record=RayRecord(service_id),
+            fronts=fronts,
+            reach_host=ray_cluster.node_host,
+            **core,
+        )
+        self._revival = Revival(self.start, "the coordinator")
+
+    def start(self) -> FrontAddresses:
+        """See `CoordinatorProcess.start`."""
+        addresses = super().start()
+        # The core makes no reference cycles, but its many small tuples set the collector off all
+        # the time: it took two fifths of an engine step. What is here now stays for good.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_RARE_COLLECTIONS)
+        return addresses
+
+    def stop(self) -> None:
+        """See `CoordinatorProcess.stop`."""
+        self._revival.give_up()
+        super().stop()

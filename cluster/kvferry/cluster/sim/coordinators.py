@@ -1,0 +1,99 @@
+"""The coordinator in the simulator: its lives, one after the other, at times two at once."""
+
+from kvferry.cluster.sim.world import Process, World
+from kvferry.coordinator.actor import CoordinatorActor
+from kvferry.coordinator.registry import ProcessRegistry
+from kvferry.coordinator.service import CoordinatorService
+from kvferry.proto.errors import UnavailableError
+from kvferry.proto.messages import Command, Reply
+from kvferry.proto.scheme import HashScheme
+
+LONGEST_RESTART_S = 3.0
+
+
+class _Actor(CoordinatorActor):
+    @property
+    def service(self) -> CoordinatorService | None:
+        return self._service
+
+
+class Coordinators:
+    """`process` is where the present life is: whoever calls looks there.
+
+    Args:
+        world: where they live.
+        scheme: how members hash.
+        operator: the process that starts them.
+        clock_skew: how wrong their clocks may go.
+        lease_cap_s, step_lease_s: as `CoordinatorService`.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        scheme: HashScheme,
+        *,
+        operator: Process,
+        clock_skew: float,
+        lease_cap_s: float,
+        step_lease_s: float,
+    ) -> None:
+        self.process = Process("coordinator:0")
+        self._world = world
+        self._scheme = scheme
+        self._operator = operator
+        self._clock_skew = clock_skew
+        self._lease_cap_s = lease_cap_s
+        self._step_lease_s = step_lease_s
+        self._registry = ProcessRegistry()
+        self._actors: dict[str, _Actor] = {}
+        self._num_lives = 0
+
+    @property
+    def num_restarts(self) -> int:
+        """How many lives began after the first."""
+        return self._num_lives - 1
+
+    def begin(self) -> None:
+        """Begin the next life, whether or not the last one has ended."""
+        random = self._world.random
+        self._num_lives += 1
+        self.process = Process(
+            f"coordinator:{self._num_lives}",
+            clock_offset_s=1000.0 * random.random(),
+            clock_rate=1.0 + self._clock_skew * (2 * random.random() - 1),
+        )
+        self._world.spawn(self._live, self.process)
+
+    def crash(self) -> None:
+        """End the present life where it stands; another one begins."""
+        self._world.kill(self.process)
+        after_s = self._world.random.random() * LONGEST_RESTART_S
+        self._world.spawn(self.begin, self._operator, after_s=after_s)
+
+    def take_for_dead(self) -> None:
+        """Begin the next life while the last one goes on."""
+        self.begin()
+
+    def handle(self, command: Command) -> Reply:
+        """Execute a command in the life that the running task belongs to."""
+        actor = self._actors.get(self._world.process.name)
+        if actor is None:
+            raise UnavailableError("the coordinator is starting")
+        return actor.call(command)
+
+    def service(self) -> CoordinatorService | None:
+        """Return that of the present life; None while it starts."""
+        actor = self._actors.get(self.process.name)
+        return None if actor is None else actor.service
+
+    def _live(self) -> None:
+        actor = _Actor(
+            scheme=self._scheme,
+            registry=self._registry,
+            lease_cap_s=self._lease_cap_s,
+            step_lease_s=self._step_lease_s,
+            check_invariants=True,
+        )
+        actor.start()
+        self._actors[self._world.process.name] = actor
