@@ -1,5 +1,6 @@
 """Loads of whole blocks straight out of a store's memory into an engine's, past the staging."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from kvferry.cluster.connectors.paged_tensors import PagedTensors
 from kvferry.cluster.connectors.rank_link import RankLink
 from kvferry.proto.ids import BlockId
 from kvferry.proto.layout import vllm
+from kvferry.worker.frames import Header
+from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.service import WorkerService
 from kvferry.worker.shared_blocks import SharedBlocks
 
@@ -169,3 +172,49 @@ def test_a_load_that_is_cancelled_during_the_copy_ends_without_another_write(
         others = engine.blocks(NUM_TOKENS, first_id=12)
         assert load(service, engine, others) == set(others.ids)
         assert num_writes == 1
+
+
+def test_the_engines_own_work_on_the_blocks_is_waited_for_before_the_first_write_and_no_earlier(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    pull, write = RankLink.pull, PagedTensors.write
+
+    def noted_pull(*arguments: Any, **terms: Any) -> Any:
+        events.append("pull")
+        return pull(*arguments, **terms)
+
+    def noted_write(*arguments: Any) -> None:
+        events.append("write")
+        write(*arguments)
+
+    monkeypatch.setattr(RankLink, "pull", noted_pull)
+    monkeypatch.setattr(PagedTensors, "write", noted_write)
+    with running_engine(service, vllm(block_tokens=32), name="a") as engine:
+        blocks = engine.blocks(NUM_TOKENS)
+        engine.save(HASHES, blocks)
+        service.wait_stored(HASHES)
+        monkeypatch.setattr(PagedTensors, "queued", lambda _: lambda: events.append("unused"))
+        for _ in range(2):
+            assert load(service, engine, blocks) == set()
+    assert events == ["pull", "unused", "write", "unused", "write"]
+
+
+def test_a_store_that_is_silent_is_waited_for_once(
+    service: Service, pulled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+
+    def frozen(_: object) -> Iterator[Header | OutgoingFrame]:
+        goes_on.wait(20.0)
+        return iter(())
+
+    with running_engine(service, vllm(block_tokens=32), name="a") as engine:
+        fill_store(service, engine)
+        pulled.clear()
+        blocks = engine.blocks(NUM_TOKENS)
+        monkeypatch.setattr(engine.ranks[0].half.link._service._fetcher, "_stall_s", 0.1)
+        monkeypatch.setattr(store_of(service), "open_fetch", frozen)
+        assert load(service, engine, blocks) == set(blocks.ids)
+        assert pulled == []
+        goes_on.set()

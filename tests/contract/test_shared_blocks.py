@@ -1,6 +1,8 @@
 """Blocks that a caller copies itself out of a peer's memory: only what held counts as copied."""
 
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -9,8 +11,11 @@ from tests.arenas import needs_arenas
 from tests.contract.exchange import Exchange, exchanging
 from tests.contract.test_pull_layouts_failures import CUT, ONE
 
+from kvferry.proto.errors import DeadlineError
 from kvferry.proto.ids import FIRST_GROUP, Incarnation, InstanceId, LeaseId
 from kvferry.proto.step_messages import Source
+from kvferry.worker.frames import Header
+from kvferry.worker.outgoing import OutgoingFrame
 from kvferry.worker.shared_blocks import SharedBlocks
 
 pytestmark = needs_arenas
@@ -42,6 +47,10 @@ class Reader:
             timeout_s=20.0,
             cancel=self.cancel,
         )
+
+    @property
+    def failures(self) -> dict[str, int]:
+        return self.exchange.takers[0].stats().transfers["pulled", "shm"].failures
 
     def copy(self, shared: SharedBlocks) -> None:
         shared.terms.require_s()
@@ -89,6 +98,44 @@ def test_what_was_handed_out_anew_after_the_copy_does_not_count_nor_what_comes_a
         monkeypatch.setattr(reader, "copy", overtaken)
         assert reader.read() == lost
         assert reader.has_dense(lost * ONE.block_tokens)
+        assert reader.failures == {"NotFoundError": 1}
+
+
+def test_a_copy_may_take_longer_than_a_peer_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with exchanging(ONE, ONE, num_blocks=NUM_BLOCKS, paths=["shm"]) as exchange:
+        reader = Reader(exchange)
+        exchange.pull(0)
+        monkeypatch.setattr(exchange.takers[0]._fetcher, "_stall_s", 0.1)
+        copy = reader.copy
+
+        def slow(shared: SharedBlocks) -> None:
+            copy(shared)
+            time.sleep(0.3)
+            exchange.lose(0, 3)
+
+        monkeypatch.setattr(reader, "copy", slow)
+        assert reader.read() == 3
+        assert reader.failures == {"NotFoundError": 1}
+
+
+def test_of_a_peer_that_is_silent_the_caller_is_told_since_a_pull_would_wait_as_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    goes_on = threading.Event()
+
+    def frozen(_: object) -> Iterator[Header | OutgoingFrame]:
+        goes_on.wait(20.0)
+        return iter(())
+
+    with exchanging(ONE, ONE, num_blocks=NUM_BLOCKS, paths=["shm"]) as exchange:
+        reader = Reader(exchange)
+        exchange.pull(0)
+        monkeypatch.setattr(exchange.takers[0]._fetcher, "_stall_s", 0.1)
+        monkeypatch.setattr(exchange.senders[0], "open_fetch", frozen)
+        with pytest.raises(DeadlineError, match="sent nothing for too long"):
+            reader.read()
+        assert reader.shown == []
+        goes_on.set()
 
 
 def test_a_peer_that_lost_a_block_before_is_read_up_to_it() -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.unit.worker.reserving import FakeCoordinator, new_reserver, reserving
 
 from kvferry.proto.errors import (
+    BusyError,
     DeadlineError,
     InvariantError,
     KvferryError,
@@ -122,7 +123,7 @@ def test_a_call_is_repeated_under_its_call_id_until_it_is_answered(
 
 @pytest.mark.parametrize(
     ("error", "num_attempts"),
-    [(UnavailableError("gone"), ATTEMPTS), (NotFoundError("unknown reservation"), 1)],
+    [(UnavailableError("gone"), ATTEMPTS), (BusyError("full"), ATTEMPTS), (NotFoundError("r9"), 1)],
 )
 def test_an_end_gives_up_after_its_attempts_and_at_once_when_refused(
     error: KvferryError, num_attempts: int, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvferry.proto.errors import (
+    BusyError,
     DeadlineError,
     InvariantError,
     KvferryError,
@@ -20,6 +21,8 @@ from kvferry.worker.reservations import Reservation
 
 ATTEMPTS = 4
 PAUSE_S = 0.5
+
+_UNANSWERED = (UnavailableError, DeadlineError)
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +103,7 @@ class CoordinatorReserver:
                 hashes=tuple(hashes),
                 group_id=group_id,
             )
-            reserved = expect(self._until_answered(command), Reserved)
+            reserved = expect(self._until_answered(command, _UNANSWERED), Reserved)
         except NotRegisteredError as error:
             self.leave()
             self._close()
@@ -136,7 +139,9 @@ class CoordinatorReserver:
             num_written=num_written,
         )
         try:
-            is_kept = expect(self._until_answered(command), Done).changed
+            # An end needs no room: who is busy did not look at it.
+            reply = self._until_answered(command, (*_UNANSWERED, BusyError))
+            is_kept = expect(reply, Done).changed
         except NotRegisteredError:
             self.leave()
             is_kept = True
@@ -149,12 +154,14 @@ class CoordinatorReserver:
         if not is_kept:
             raise StaleError("the identity was reset while this was written", given=reservation_id)
 
-    def _until_answered(self, command: Reserve | EndReservation) -> Reply:
+    def _until_answered(
+        self, command: Reserve | EndReservation, no_answers: tuple[type[KvferryError], ...]
+    ) -> Reply:
         # Repeating is safe: the coordinator answers the same call_id with the same reply.
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
                 return self._call(command)
-            except (UnavailableError, DeadlineError) as error:
+            except no_answers as error:
                 if not attempts_left:
                     raise
                 _log.warning("%s was not answered yet: %s", command.call_id, error)

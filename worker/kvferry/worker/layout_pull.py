@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvferry.proto.errors import NotFoundError
+from kvferry.proto.errors import DeadlineError, NotFoundError
 from kvferry.proto.ids import BlockHash, GroupId, LeaseId
 from kvferry.proto.placement import shape_of
 from kvferry.proto.reshard import Transfer, plan_reshard
@@ -78,11 +78,16 @@ def read_shared(
     Returns:
         how many of the first blocks were copied and held. Less than all where the layouts differ,
         the memory is not mapped here yet, or something failed; `pull_loads` says what.
+
+    Raises:
+        DeadlineError: the source is silent, or the time is over: a pull would wait in vain again.
     """
     if not _is_cut_alike(source, memory):
         return 0
     peer = _peer(source, memory, memory.rank)
     outcome = read_blocks(client, peer, group_id, hashes, read, memory=memory, terms=terms)
+    if outcome.error_type == DeadlineError.__name__:
+        raise DeadlineError(outcome.error or "")
     return outcome.num_in_place
 
 

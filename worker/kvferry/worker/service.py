@@ -206,7 +206,7 @@ class WorkerService:
         """Have `read` copy this rank's part of blocks straight out of a source's memory.
 
         That goes where an earlier `pull` has mapped it, and it has this rank's layout. Nothing
-        becomes resident here. Never raises for a peer's failure.
+        becomes resident here.
 
         Returns:
             how many of the first blocks `read` has copied rightly; the others may be pulled, which
@@ -214,6 +214,7 @@ class WorkerService:
 
         Raises:
             BadInputError: no such group.
+            DeadlineError: the source is silent, or the time is over.
         """
         if not isinstance(self._fetcher, SharedReader):
             return 0

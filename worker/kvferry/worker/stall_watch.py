@@ -48,8 +48,12 @@ class StallWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._finished.set()
+        self.end()
         self._thread.join()
+
+    def end(self) -> None:
+        """Watch no longer: nothing is waited for any more. Repeating is fine."""
+        self._finished.set()
 
     def moved(self) -> None:
         """Say that the peer has done its part, or that we have just done ours."""

@@ -162,9 +162,13 @@ class TransferClient:
             _require_announced(len(blocks.block_ids), header)
             session.open(header)
             read(blocks)
-            for segments in plan_frames(blocks.num_held(), header.geometry):
+            num_held = blocks.num_held()
+            for segments in plan_frames(num_held, header.geometry):
                 session.placed(segments)
-            session.close()
+            if num_held < header.num_found:
+                raise NotFoundError(
+                    "a block left its place while it was read", given={"hash_index": num_held}
+                )
 
         if self._memories.is_mapped(peer.address):
             try:
@@ -312,6 +316,8 @@ class TransferClient:
         self, stream: FetchStream, offer: SharedOffer, counted: CountedTransfer
     ) -> PeerMemory:
         counted.over("shm")
+        # From here on the peer has nothing to do, however long the copy takes.
+        stream.watch.end()
         return self._memories.of(stream.peer, offer.socket, stream.terms)
 
     @contextmanager

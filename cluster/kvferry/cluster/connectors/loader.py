@@ -140,12 +140,12 @@ class Loader:
         """Copy straight out of the holder's memory what can be; the rest is pulled."""
         first, end = loading.next_block, self._end_block(loading, lease)
         if first < end:
-            loading.unused()
             loading.num_done += self._link.read(
                 loading.order.chain[first:end],
                 first,
                 lease.source or source,
                 loading.order.blocks,
+                unused=loading.unused,
                 timeout_s=loading.left_s(),
                 cancel=loading.cancel,
             )

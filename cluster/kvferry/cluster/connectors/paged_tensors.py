@@ -16,7 +16,7 @@ PagedLayer = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer, each [num_blocks, block_tokens, heads, head_size]."""
 
 
-_NUMBER_OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PagedTensors:
@@ -81,7 +81,7 @@ class PagedTensors:
     def _put_on_host(self, side: torch.Tensor, block_ids: Sequence[int], blocks: HostBytes) -> None:
         """Copy once, in this thread and without the interpreter's lock."""
         # To numpy the values are whole numbers of their size: it does not know all of torch's.
-        number = _NUMBER_OF_BYTES[self.dtype.itemsize]
+        number = _INTEGER_OF_BYTES[self.dtype.itemsize]
         values = blocks.view(np.dtype(f"i{self.dtype.itemsize}"))
         shape = (side.shape[0], -1, *values.shape[1:])
         parts = side.view(number).view(shape).numpy()

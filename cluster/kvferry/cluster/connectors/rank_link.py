@@ -144,19 +144,26 @@ class RankLink:
         source: Source,
         blocks: EngineBlocks,
         *,
+        unused: Callable[[], None],
         timeout_s: float,
         cancel: threading.Event,
     ) -> int:
         """Copy hash blocks, whole blocks of the engine, straight out of a source's memory.
 
+        `unused` is called before the first byte is written.
+
         Returns:
             how many of the first are verified and in their places; the places of the others may
             hold anything. Less than all where the memory is not mapped here yet, or is shared out
             otherwise, or something failed: `pull` says what.
+
+        Raises:
+            DeadlineError: the source is silent, or the time is over.
         """
         unit = self.facts.hashes_per_block
 
         def copy(shared: SharedBlocks) -> None:
+            unused()
             layers = shared.memory.host_layers()
             whole = len(shared.block_ids) // unit * unit
             for first in range(0, whole, self.num_tray_slots):
