@@ -9,7 +9,7 @@ from kvferry.cluster.ray_record import RayRecord
 from kvferry.cluster.ray_revival import Revival
 
 OPTIONS = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0}
-"""Ray's for this actor: it always comes back, and a call that may have run is not run twice."""
+"""Of actors that always come back, and of whose calls none is made twice, as it may have run."""
 
 _RARE_COLLECTIONS = (100_000, 20, 20)
 

@@ -116,6 +116,7 @@ def down(name: str) -> Removed:
 
     Raises:
         DeadlineError: something of it does not go.
+        UnavailableError: the cluster does not answer; its record may be left.
     """
     found = _find(name)
     with interrupts_held():
