@@ -58,6 +58,7 @@ SHELLS = {
         "kvferry.cluster.connectors.worker_half",
         "kvferry.cluster.control_client",
         "kvferry.cluster.coordinator_client",
+        "kvferry.cluster.coordinator_process",
         "kvferry.cluster.demo.check",
         "kvferry.cluster.demo.report",
         "kvferry.cluster.demo.run",
