@@ -1,6 +1,7 @@
 """An engine's own paged KV tensors, seen in one form whatever order they lie in."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -17,6 +18,9 @@ PagedLayer = tuple[torch.Tensor, torch.Tensor]
 
 
 _INTEGER_OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+NUM_COPIERS = 2
 
 
 class PagedTensors:
@@ -39,6 +43,8 @@ class PagedTensors:
         self.dtype = keys.dtype
         self._on = keys.device
         self._device = open_device(str(keys.device))
+        # One core does not use up the memory's bandwidth, and the request waits for all of it.
+        self._copiers = ThreadPoolExecutor(NUM_COPIERS, thread_name_prefix="kvferry-copy")
 
     @torch.no_grad()
     def read(
@@ -72,14 +78,24 @@ class PagedTensors:
             block_ids: the engine's blocks, as many as the tokens fill.
         """
         chosen = _index(source_ids)
-        put = self._put_on_host if self._on.type == "cpu" else self._put_on_device
+        halves = [
+            (side, blocks)
+            for layer, given in zip(self.layers, source, strict=True)
+            for side, blocks in zip(layer, given, strict=True)
+        ]
         with self._copies():
-            for layer, given in zip(self.layers, source, strict=True):
-                for side, blocks in zip(layer, given, strict=True):
-                    put(side, block_ids, blocks[chosen])
+            if self._on.type == "cpu":
+                list(
+                    self._copiers.map(
+                        lambda half: self._put_on_host(half[0], block_ids, half[1][chosen]), halves
+                    )
+                )
+            else:
+                for side, blocks in halves:
+                    self._put_on_device(side, block_ids, blocks[chosen])
 
     def _put_on_host(self, side: torch.Tensor, block_ids: Sequence[int], blocks: HostBytes) -> None:
-        """Copy once, in this thread and without the interpreter's lock."""
+        """Copy once, without the interpreter's lock."""
         # To numpy the values are whole numbers of their size: it does not know all of torch's.
         number = _INTEGER_OF_BYTES[self.dtype.itemsize]
         values = blocks.view(np.dtype(f"i{self.dtype.itemsize}"))
