@@ -5,8 +5,7 @@ called it, so the real services run as they are. Time passes only when nobody ca
 """
 
 import heapq
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -97,16 +96,6 @@ class World:
         if self._current is None:
             raise InvariantError("something blocks outside of all tasks")
         return self._current
-
-    @contextmanager
-    def inside(self, process: Process) -> Iterator[None]:
-        """Let what is started in here belong to a process."""
-        task = self.current_task()
-        before, task.process = task.process, process
-        try:
-            yield
-        finally:
-            task.process = before
 
     # --- seen from anywhere ------------------------------------------------------------------
 
