@@ -38,6 +38,7 @@ def test_the_core_is_measured_and_one_json_object_printed() -> None:
         ("locate_block@64", "dict"),
         ("locate_block@1024", "dict"),
         ("ingest_event", None),
+        ("restore_1000000", None),
         ("step_call@256", "empty_call"),
     ]
     for row in result["rows"]:

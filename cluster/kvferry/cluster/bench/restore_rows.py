@@ -17,6 +17,8 @@ from kvferry.worker.inventory import inventory_parts
 from kvferry.worker.residency import Residency
 
 NUM_BLOCKS = 1_000_000
+MIN_ROUNDS = 3
+"""Each takes seconds."""
 
 
 class _Coordinator:
@@ -56,7 +58,9 @@ def restore_rows(seconds: float, num_blocks: int = NUM_BLOCKS) -> Iterator[Row]:
         return took_ms
 
     name = f"restore_{num_blocks}"
-    yield measure_alone(name, restore_ms, unit="ms", better="lower", seconds=seconds)
+    yield measure_alone(
+        name, restore_ms, unit="ms", better="lower", seconds=seconds, min_rounds=MIN_ROUNDS
+    )
 
 
 def _resident(num_blocks: int) -> Residency:

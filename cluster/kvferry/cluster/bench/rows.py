@@ -75,12 +75,20 @@ def measure_pairs(
     return row_of_pairs(name, pairs, baseline, unit=unit, better=better)
 
 
-def measure_alone(name: str, ours: Work, *, unit: str, better: Better, seconds: float) -> Row:
-    """Return the row of a figure without baseline."""
+def measure_alone(
+    name: str,
+    ours: Work,
+    *,
+    unit: str,
+    better: Better,
+    seconds: float,
+    min_rounds: int = MIN_PAIRS,
+) -> Row:
+    """Return the row of a figure without baseline, of which there is no pair to be taken."""
     return Row(
         name=name,
         unit=unit,
-        value=statistics.median(ours() for _ in rounds(seconds)),
+        value=statistics.median(ours() for _ in rounds(seconds, min_rounds)),
         baseline=None,
         baseline_value=None,
         ratio=None,
@@ -95,10 +103,10 @@ def elapsed_ns(work: Callable[[], object]) -> int:
     return time.perf_counter_ns() - start
 
 
-def rounds(seconds: float) -> Iterator[int]:
-    """Count until the time is over, at least `MIN_PAIRS` times."""
+def rounds(seconds: float, min_rounds: int = MIN_PAIRS) -> Iterator[int]:
+    """Count until the time is over, at least `min_rounds` times."""
     deadline = time.monotonic() + seconds
     done = 0
-    while done < MIN_PAIRS or time.monotonic() < deadline:
+    while done < min_rounds or time.monotonic() < deadline:
         yield done
         done += 1
