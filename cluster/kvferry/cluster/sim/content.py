@@ -23,10 +23,6 @@ VOCABULARY = 211
 Values = npt.NDArray[np.float32]
 
 
-class WrongContentError(InvariantError):
-    """A block holds something else than it must."""
-
-
 def states_of(tokens: Sequence[int], keys: RequestKeys) -> list[int]:
     """Return a number for every token that stands for it, all before it, and the keys.
 
@@ -70,7 +66,7 @@ class KnownContent:
             key: the last hash that it covers.
 
         Raises:
-            WrongContentError: naming both.
+            InvariantError: naming both.
         """
         tokens = layers[0].shape[2]
         states, end = self._states[key]
@@ -118,7 +114,7 @@ class StateModel:
                 layer[side, blocks[written], slots[written]] = values[:, None, None]
         try:
             _require(self.layers, blocks, slots, states)
-        except WrongContentError as error:
+        except InvariantError as error:
             self._violated(error)
         return states[-1]
 
@@ -140,7 +136,7 @@ def _require(
             is_wrong = (found != expected).any(axis=(1, 2))
             if is_wrong.any():
                 wrong = int(np.argmax(is_wrong))
-                raise WrongContentError(
+                raise InvariantError(
                     f"position {wrong}: block {blocks[wrong]}, slot {slots[wrong]}, layer {number}",
                     given=str(found[wrong].ravel()[0]),
                     allowed=str(expected[wrong].ravel()[0]),
