@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 from tests.unit.coordinator.fleet import HYBRID, Fleet, admit, failed, loaded, release, wrote
 
 from kvferry.proto.ids import InstanceId
@@ -13,14 +12,6 @@ from kvferry.proto.messages import InstanceStatus
 def status(fleet: Fleet, name: str) -> InstanceStatus:
     (found,) = [i for i in fleet.describe().instances if i.info.instance_id == InstanceId(name)]
     return found
-
-
-@pytest.fixture
-def fleet() -> Fleet:
-    fleet = Fleet()
-    fleet.register("a")
-    fleet.register("b")
-    return fleet
 
 
 def test_an_instance_that_nobody_waits_for_holds_nothing(fleet: Fleet) -> None:

@@ -42,15 +42,6 @@ from kvferry.proto.messages import (
     Tick,
 )
 
-
-@pytest.fixture
-def fleet() -> Fleet:
-    fleet = Fleet()
-    fleet.register("a")
-    fleet.register("b")
-    return fleet
-
-
 # --- membership ----------------------------------------------------------------------------------
 
 

@@ -35,14 +35,6 @@ def ids(*numbers: int) -> tuple[BlockId, ...]:
     return tuple(BlockId(number) for number in numbers)
 
 
-@pytest.fixture
-def fleet() -> Fleet:
-    fleet = Fleet()
-    fleet.register("a")
-    fleet.register("b")
-    return fleet
-
-
 def test_a_first_admission_gets_its_whole_table_and_all_its_tokens(fleet: Fleet) -> None:
     assert fleet.admit("a", admit("r", "xy")) == Scheduled(
         request_id=RequestId("r"),

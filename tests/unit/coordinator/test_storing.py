@@ -6,14 +6,6 @@ from tests.unit.coordinator.fleet import Fleet, admit
 from kvferry.proto.errors import BadInputError, BusyError, NeverFitsError, NotFoundError
 
 
-@pytest.fixture
-def fleet() -> Fleet:
-    fleet = Fleet()
-    fleet.register("a")
-    fleet.register("b")
-    return fleet
-
-
 def test_a_reservation_becomes_findable_as_far_as_it_was_written(fleet: Fleet) -> None:
     fleet.cache("a", "x")
     reserved = fleet.reserve("a", "xyz")
