@@ -107,15 +107,20 @@ def test_a_reader_never_counts_bytes_that_were_written_meanwhile() -> None:
     with pair() as (source, taker, address):
         stop = threading.Event()
 
+        def write(value: int) -> None:
+            source.reused([BlockId(1)])
+            for layer in source.memory.layers:
+                layer[:, 1] = float(value)
+            source.written(FIRST_GROUP, [(hash_of(0), BlockId(1))])
+
         def rewrite() -> None:
             value = 0
             while not stop.wait(0.003):
                 value = (value + 1) % 100
-                source.reused([BlockId(1)])
-                for layer in source.memory.layers:
-                    layer[:, 1] = float(value)
-                source.written(FIRST_GROUP, [(hash_of(0), BlockId(1))])
+                write(value)
 
+        # What the pair began with is not of one value, and the reader may come first.
+        write(0)
         writer = threading.Thread(target=rewrite)
         writer.start()
         try:
