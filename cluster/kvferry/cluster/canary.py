@@ -1,0 +1,27 @@
+"""Whether a process that answered before has stopped answering. Pure."""
+
+from dataclasses import dataclass
+
+FROZEN_AFTER_TURNS = 10
+
+
+@dataclass(slots=True)
+class Canary:
+    """One process that is asked a question at a time, and looked after in turns.
+
+    Turns are counted and not seconds, as whoever looks may have been paused itself. A process that
+    has never answered is starting, however long that takes.
+    """
+
+    _has_answered: bool = False
+    _num_silent_turns: int = 0
+
+    def answered(self) -> None:
+        """Take note of an answer, of whatever kind."""
+        self._has_answered = True
+        self._num_silent_turns = 0
+
+    def is_frozen(self) -> bool:
+        """Take note of another turn without an answer, and tell whether there were too many."""
+        self._num_silent_turns += 1
+        return self._has_answered and self._num_silent_turns >= FROZEN_AFTER_TURNS
