@@ -47,13 +47,15 @@ def pid_of(name: str) -> int:
 
 def wait_until(is_true: Callable[[], bool]) -> float:
     """Return how many seconds it took; what cannot be asked yet is asked again."""
-    began_s = time.monotonic()
+    began_s, last = time.monotonic(), "no error"
     while time.monotonic() - began_s < LIMIT_S:
-        with contextlib.suppress(KvferryError):
+        try:
             if is_true():
                 return time.monotonic() - began_s
+        except KvferryError as error:
+            last = str(error)
         time.sleep(0.1)
-    raise AssertionError("it did not come true")
+    raise AssertionError(f"it did not come true: {last}")
 
 
 def test_a_frozen_coordinator_and_a_frozen_node_are_made_anew(

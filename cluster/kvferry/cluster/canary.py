@@ -11,17 +11,20 @@ class Canary:
 
     Turns are counted and not seconds, as whoever looks may have been paused itself. A process that
     has never answered is starting, however long that takes.
+
+    Args:
+        has_answered: somebody else has had an answer of it.
     """
 
-    _has_answered: bool = False
+    has_answered: bool = False
     _num_silent_turns: int = 0
 
     def answered(self) -> None:
         """Take note of an answer, of whatever kind."""
-        self._has_answered = True
+        self.has_answered = True
         self._num_silent_turns = 0
 
     def is_frozen(self) -> bool:
         """Take note of another turn without an answer, and tell whether there were too many."""
         self._num_silent_turns += 1
-        return self._has_answered and self._num_silent_turns >= FROZEN_AFTER_TURNS
+        return self.has_answered and self._num_silent_turns >= FROZEN_AFTER_TURNS

@@ -32,10 +32,12 @@ class FrozenWatch:
     Args:
         names: returns the names of the actors to look after, of this process's namespace. All of
             them restart.
+        have_started: they serve already.
     """
 
-    def __init__(self, names: Callable[[], Iterable[str]]) -> None:
+    def __init__(self, names: Callable[[], Iterable[str]], *, have_started: bool = False) -> None:
         self._names = names
+        self._have_started = have_started
         self._questions: dict[str, _Question] = {}
         self._canaries: dict[str, Canary] = {}
         self._stopping = threading.Event()
@@ -56,7 +58,7 @@ class FrozenWatch:
                 log.warning("frozen processes cannot be looked for now: %s", error)
 
     def _look_after(self, name: str) -> None:
-        canary = self._canaries.setdefault(name, Canary())
+        canary = self._canaries.setdefault(name, Canary(self._have_started))
         question = self._questions.get(name)
         if question is not None:
             if ray.wait([question.ref], timeout=0.0)[0]:
@@ -67,7 +69,7 @@ class FrozenWatch:
             elif not self._stopping.is_set():
                 log.error("%s does not answer; its process is ended", name)
                 ray.kill(question.actor, no_restart=False)
-                del self._canaries[name]
+                self._canaries[name] = Canary()
             del self._questions[name]
         try:
             actor = ray.get_actor(name)

@@ -194,7 +194,8 @@ class RayService:
             timeout_s=COORDINATOR_START_TIMEOUT_S,
             who="the coordinator",
         )
-        self._frozen = FrozenWatch(lambda: [naming.coordinator_name(self._service_id)])
+        name = naming.coordinator_name(self._service_id)
+        self._frozen = FrozenWatch(lambda: [name], have_started=True)
         self.control_address = addresses.control
         self.metrics_address = addresses.metrics or ""
 

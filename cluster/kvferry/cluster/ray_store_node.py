@@ -27,7 +27,7 @@ class RayStoreNode(StoreNode):
     def start(self) -> str:
         """See `StoreNode.start`."""
         address = super().start()
-        self._frozen = FrozenWatch(lambda: [self._coordinator_name])
+        self._frozen = FrozenWatch(lambda: [self._coordinator_name], have_started=True)
         return address
 
     def stop(self) -> None:
