@@ -40,9 +40,19 @@ def address() -> Iterator[str]:
             ray_services.down("one")
 
 
+def ask(name: str, question: Callable[[Any], Any]) -> Any:
+    """Ask an actor something of itself."""
+    ref = ray_api.get_actor(name).__ray_call__.remote(question)
+    return get(ref, timeout_s=5.0, who=name)
+
+
 def pid_of(name: str) -> int:
-    ask = ray_api.get_actor(name).__ray_call__.remote(lambda _: os.getpid())
-    return int(get(ask, timeout_s=LIMIT_S, who=name))
+    return int(ask(name, lambda _: os.getpid()))
+
+
+def has_heard(coordinator: str, node: str) -> bool:
+    """Tell whether a coordinator knows that the node has started."""
+    return bool(ask(coordinator, lambda it: it._frozen._canaries[node].has_answered))
 
 
 def wait_until(is_true: Callable[[], bool]) -> float:
@@ -75,6 +85,7 @@ def test_a_frozen_coordinator_and_a_frozen_node_are_made_anew(
             return described.epoch == epoch + 1 and states == ["live"]
 
         coordinator_s = wait_until(is_back)
+    wait_until(lambda: has_heard(naming.coordinator_name("one"), name))
     os.kill(node, signal.SIGSTOP)
     node_s = wait_until(lambda: pid_of(name) != node)
     with capsys.disabled():

@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 
 FROZEN_AFTER_TURNS = 10
+STARTED_AFTER_TURNS = 120
+"""A process that has never answered may be starting for so long."""
 
 
 @dataclass(slots=True)
 class Canary:
     """One process that is asked a question at a time, and looked after in turns.
 
-    Turns are counted and not seconds, as whoever looks may have been paused itself. A process that
-    has never answered is starting, however long that takes.
+    Turns are counted and not seconds, as whoever looks may have been paused itself.
 
     Args:
         has_answered: somebody else has had an answer of it.
@@ -27,4 +28,5 @@ class Canary:
     def is_frozen(self) -> bool:
         """Take note of another turn without an answer, and tell whether there were too many."""
         self._num_silent_turns += 1
-        return self.has_answered and self._num_silent_turns >= FROZEN_AFTER_TURNS
+        limit = FROZEN_AFTER_TURNS if self.has_answered else STARTED_AFTER_TURNS
+        return self._num_silent_turns >= limit
