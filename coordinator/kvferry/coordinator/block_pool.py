@@ -114,6 +114,25 @@ class BlockPool:
         """Yield every key with its blocks, oldest copy first."""
         return self._hashes.items()
 
+    def hottest_first(self) -> Iterator[BlockHash]:
+        """Yield what is held: first what has an owner, then what was used last.
+
+        A chain's blocks come before those after them, as they are freed from its end. One that
+        several blocks hold comes as often. The pool must not change meanwhile.
+        """
+        states, carried = self._states, self._hashes.carried
+        for state, block_hash in zip(states, carried, strict=True):
+            if block_hash is not None and not isinstance(state, Run):
+                yield block_hash
+        for block in self._free.newest_first():
+            last = carried[block]
+            if last is not None:
+                yield last
+
+    def parent_of(self, block_id: BlockId) -> BlockHash | None:
+        """Return the hash before the one that a block carries, None where it is not known."""
+        return self._hashes.parents[block_id]
+
     def num_free_of(self, block_ids: Sequence[BlockId]) -> int:
         """Count those of the blocks that touching would take out of the free queue."""
         states = self._states
@@ -238,7 +257,14 @@ class BlockPool:
         blocks, run, states = list(block_ids), Run(), self._states
         self._free.pick(blocks)
         self.cache_full_blocks(
-            hashes, blocks, 0, len(blocks), group_id, block_tokens=block_tokens, origin=origin
+            hashes,
+            blocks,
+            0,
+            len(blocks),
+            group_id,
+            parents=[None] * len(blocks),
+            block_tokens=block_tokens,
+            origin=origin,
         )
         for block in blocks:
             states[block] = run
@@ -264,6 +290,7 @@ class BlockPool:
         group_id: GroupId,
         *,
         positions: Sequence[int] | None = None,
+        parents: Sequence[BlockHash | None] | None = None,
         block_tokens: int = 0,
         origin: GroupOrigin | None = None,
         content: StoredContent | None = None,
@@ -271,7 +298,9 @@ class BlockPool:
         """Make blocks `[num_cached, num_full)` of a table findable under the hashes there.
 
         `positions` names those of the range that are meant, None: all. A block that was findable
-        at a position inside it only loses that. The rest is told in the event.
+        at a position inside it only loses that. `parents` are the hashes before those of the
+        range, None where one is not known; without them the hashes are a chain. The rest is told
+        in the event.
 
         Raises:
             InvariantError: hashes or blocks are missing, or a block carries the hash of a whole
@@ -288,10 +317,14 @@ class BlockPool:
             )
         blocks = list(block_ids[num_cached:num_full])
         new_hashes = hashes[num_cached:num_full]
+        if parents is None:
+            first = hashes[num_cached - 1] if num_cached else None
+            parents = [first, *new_hashes[:-1]]
         if positions is not None:
             blocks = [block_ids[i] for i in positions]
             new_hashes = [new_hashes[i - num_cached] for i in positions]
-        self._tell(self._hashes.hold(new_hashes, blocks, group_id))
+            parents = [parents[i - num_cached] for i in positions]
+        self._tell(self._hashes.hold(new_hashes, blocks, group_id, parents))
         if self.record_events:
             parent = hashes[num_cached - 1] if num_cached else None
             self._events.append(

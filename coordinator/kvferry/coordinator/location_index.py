@@ -308,6 +308,12 @@ class LocationIndex:
             if mask >> number & 1
         }
 
+    def num_only_at(self, instance_id: InstanceId) -> int:
+        """Count the blocks that no other instance of its identity and size class holds."""
+        bit = 1 << self._numbers[instance_id]
+        groups = self._class_of[instance_id].groups
+        return sum(list(masks.values()).count(bit) for masks in groups.values())
+
     def num_keys(self) -> int:
         """Return the number of (identity, group, hash) entries."""
         return sum(

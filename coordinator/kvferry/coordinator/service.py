@@ -8,6 +8,12 @@ from collections.abc import Mapping
 
 from kvferry.coordinator import invariants
 from kvferry.coordinator.block_sampling import BlockSampler, require_sample_every
+from kvferry.coordinator.draining import (
+    drain,
+    end_drains,
+    require_not_drained,
+    require_not_draining,
+)
 from kvferry.coordinator.event_snapshot import snapshot_events
 from kvferry.coordinator.finding import lease_command, locate
 from kvferry.coordinator.handoff import Handoff, HandoffEvent
@@ -21,6 +27,7 @@ from kvferry.coordinator.restoring import restore_blocks, restore_requests
 from kvferry.coordinator.state import InstanceEvents, ServiceState
 from kvferry.coordinator.step import apply_step
 from kvferry.coordinator.storing import end_reservation, expire_reservations, reserve
+from kvferry.proto.drain_messages import Drain
 from kvferry.proto.errors import (
     BadInputError,
     NotRegisteredError,
@@ -128,7 +135,9 @@ class CoordinatorService:
         expired = self.state.expire(now) | expire_reservations(self.state, now)
         reply = self._remembered(command)
         if reply is None:
-            reply = Done(changed=expired) if isinstance(command, Tick) else self._run(command, now)
+            reply = (
+                self._tick(expired, now) if isinstance(command, Tick) else self._run(command, now)
+            )
             self._remember(command, reply)
         self.state.follow_pools()
         if self._check_invariants:
@@ -181,6 +190,9 @@ class CoordinatorService:
         if len(self._replies) > _REMEMBERED_REPLIES:
             self._replies.popitem(last=False)
 
+    def _tick(self, expired: bool, now: float) -> Done:
+        return Done(changed=end_drains(self.state, now) or expired)
+
     def _run(self, command: Command, now: float) -> Reply:
         reply: Reply
         match command:
@@ -190,6 +202,8 @@ class CoordinatorService:
                 reply = self._membership(command)
             case AcquireLease() | RenewLease() | ReleaseLease():
                 reply = lease_command(self.state, command, now)
+            case Drain():
+                reply = drain(self.state, command, now)
             case OpenHandoff() | CloseHandoff():
                 reply = self._handoff(command, now)
             case ResetIdentity():
@@ -223,6 +237,7 @@ class CoordinatorService:
             expected_identity=self._expected_identity,
             members=(instance.info for instance in self.state.instances.values()),
         )
+        require_not_drained(self.state, info)
         # Built first: a pool that cannot be made is refused before its last life is forgotten.
         instance = Instance(info, self._new_sampler())
         known = self.state.instances.get(info.instance_id)
@@ -300,9 +315,10 @@ class CoordinatorService:
             case RestoreRequests():
                 return restore_requests(self.state, instance, command)
             case Reserve():
+                require_not_draining(instance)
                 return reserve(self.state, instance, command, now=now)
             case EndReservation():
-                return end_reservation(instance, command)
+                return end_reservation(self.state, instance, command)
             case Step():
                 return apply_step(
                     self.state, instance, command, now=now, step_lease_s=self._step_lease_s
@@ -320,6 +336,8 @@ class CoordinatorService:
         require_ttl("ttl_s", command.ttl_s)
         prefill = self.state.instance(command.prefill_instance)
         decode = self.state.instance(command.decode_instance)
+        require_not_draining(prefill)
+        require_not_draining(decode)
         require_equal_identities(
             prefill.info.identity, decode.info.identity, who=decode.info.instance_id
         )

@@ -12,6 +12,7 @@ What an instance says also carries the lives it was said under (`epoch` of the c
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from kvferry.proto.drain_messages import Drain, Drained
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import (
@@ -327,8 +328,10 @@ MemberCommand = Step | Reserve | EndReservation | RestoreBlocks | RestoreRequest
 
 InstanceCommand = RegisterInstance | RemoveInstance | MemberCommand
 ClientCommand = Describe | Locate | AcquireLease | RenewLease | ReleaseLease | ResetIdentity
-Command = InstanceCommand | ClientCommand | OpenHandoff | CloseHandoff | Tick
-Reply = Registered | Done | StepReply | Located | Leased | Reserved | Forgotten | Description
+Command = InstanceCommand | ClientCommand | OpenHandoff | CloseHandoff | Drain | Tick
+Reply = (
+    Registered | Done | StepReply | Located | Leased | Reserved | Forgotten | Drained | Description
+)
 _R = TypeVar("_R")
 
 
