@@ -44,6 +44,7 @@ def _peers(state: ServiceState, source: Instance, drain: Draining) -> list[Insta
         if peer is not source
         and peer.draining is None
         and peer.returning_as is None
+        and not peer.is_suspect
         and peer.identity_digest == source.identity_digest
         and peer.hashes_per_block == source.hashes_per_block
     ]

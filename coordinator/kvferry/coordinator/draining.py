@@ -48,6 +48,7 @@ def end_drains(state: ServiceState, now: float) -> bool:
     Return whether there was any.
 
     Args:
+        state: of the whole service.
         now: seconds on the service's clock.
 
     """

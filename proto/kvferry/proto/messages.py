@@ -30,9 +30,12 @@ from kvferry.proto.instance_stats import Held, InstanceStats
 from kvferry.proto.layout import Layout
 from kvferry.proto.restore_messages import RestoreBlocks, RestoreRequests
 from kvferry.proto.scheme import HashScheme
-from kvferry.proto.step_messages import Source, Step, StepReply
+from kvferry.proto.step_messages import Move, Source, Step, StepReply
 
 Role = Literal["prefill", "decode", "store"]
+InstanceState = Literal["live", "returning", "suspect", "draining"]
+"""`returning`: it has not told all that it holds. `suspect`: it was not heard for a while.
+`draining`: it does nothing new, and goes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +114,25 @@ class RemoveInstance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """The instance lives. Repeating is harmless, so it needs no `call_id`."""
+
+    epoch: Epoch
+    instance_id: InstanceId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """The instance is known, and was heard at this moment.
+
+    `moves`: what a store is to pull. They are said once, and end by themselves if that was lost.
+    """
+
+    moves: tuple[Move, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     """A command took effect (`changed`) or had already (`not changed`)."""
 
@@ -141,10 +163,14 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """All live instances of the identity, longest prefix first, then fewest requests, then id."""
+    """All live instances of the identity, longest prefix first, then fewest requests, then id.
+
+    `avoid`: those of the identity that should get no new requests. Suspects are no holders.
+    """
 
     epoch: Epoch
     holders: tuple[Holder, ...]
+    avoid: tuple[InstanceId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +318,6 @@ class InstanceStatus:
     """One instance as the coordinator sees it now; counts in blocks, null block not counted.
 
     `kv_events` is None where there are none, or where they are sent to a reader that listens.
-    One that is `returning` has not told all that it holds.
     """
 
     info: InstanceInfo
@@ -302,7 +327,7 @@ class InstanceStatus:
     num_requests: int
     stats: InstanceStats
     held: Held
-    returning: bool = False
+    state: InstanceState = "live"
     kv_events: KvEventsPlace | None = None
 
 
@@ -323,14 +348,23 @@ class Tick:
     """Time passes: leases and handoffs past their deadline end."""
 
 
-MemberCommand = Step | Reserve | EndReservation | RestoreBlocks | RestoreRequests
+MemberCommand = Step | Heartbeat | Reserve | EndReservation | RestoreBlocks | RestoreRequests
 """What only a registered instance says, in the lives that it names."""
 
 InstanceCommand = RegisterInstance | RemoveInstance | MemberCommand
 ClientCommand = Describe | Locate | AcquireLease | RenewLease | ReleaseLease | ResetIdentity
 Command = InstanceCommand | ClientCommand | OpenHandoff | CloseHandoff | Drain | Tick
 Reply = (
-    Registered | Done | StepReply | Located | Leased | Reserved | Forgotten | Drained | Description
+    Registered
+    | Done
+    | Heard
+    | StepReply
+    | Located
+    | Leased
+    | Reserved
+    | Forgotten
+    | Drained
+    | Description
 )
 _R = TypeVar("_R")
 
