@@ -352,6 +352,9 @@ MemberCommand = Step | Heartbeat | Reserve | EndReservation | RestoreBlocks | Re
 """What only a registered instance says, in the lives that it names."""
 
 InstanceCommand = RegisterInstance | RemoveInstance | MemberCommand
+PackedCommand = InstanceCommand | Drain
+"""What processes of the same version of kvferry say; clients of other versions say the rest."""
+
 ClientCommand = Describe | Locate | AcquireLease | RenewLease | ReleaseLease | ResetIdentity
 Command = InstanceCommand | ClientCommand | OpenHandoff | CloseHandoff | Drain | Tick
 Reply = (
