@@ -1,5 +1,6 @@
 """A store is drained: the store of another node pulls what it held, and its node lets it go."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -8,7 +9,7 @@ import pytest
 import torch
 from tests.builders import make_identity
 
-from kvferry.cluster import store_watch
+from kvferry.cluster import cli, store_watch
 from kvferry.cluster.client import Ferry, connect
 from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.cluster.coordinator_process import CoordinatorProcess, FrontSettings
@@ -84,6 +85,59 @@ def wait_until(is_true: Callable[[], bool]) -> None:
     while not is_true():
         assert time.monotonic() < end_s, "it did not come true"
         time.sleep(0.01)
+
+
+def kvferry(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Run a command; return its exit code and what it printed on stdout and stderr."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+def test_the_command_shows_progress_and_prints_what_moved_where(
+    service: Nodes, ferry: Ferry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = service.add()
+    ferry.model(IDENTITY).store(PROMPTS[0], layers_of(1.0))
+    second = service.add()
+    code, out, err = kvferry(capsys, "drain", first, "--address", service.control, "--json")
+    assert code == 0
+    told = json.loads(out)
+    assert told.pop("seconds") < 10.0
+    assert told.pop("incarnation") > 0
+    assert told == {
+        "instance": first,
+        "cached_blocks": 3,
+        "moved_blocks": 3,
+        "moved_bytes": 3 * BLOCK_BYTES,
+        "moved": [{"instance": second, "blocks": 3, "bytes": 3 * BLOCK_BYTES}],
+        "elsewhere_blocks": 0,
+        "dropped_blocks": 0,
+        "ended_requests": 0,
+    }
+    assert "blocks moved" in err
+    code, out, _ = kvferry(capsys, "drain", second, "--address", service.control)
+    assert (code, out.splitlines()[1:]) == (
+        0,
+        [
+            "0 blocks (0 bytes) moved",
+            "0 blocks were held by a peer, too",
+            "3 blocks dropped, 0 requests cut off",
+        ],
+    )
+    assert out.startswith(f"{second} is drained, in ")
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [(("nobody",), "NotFoundError"), (("nobody", "--deadline", "0"), "BadInputError")],
+)
+def test_the_command_says_why_it_cannot(
+    service: Nodes, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], kind: str
+) -> None:
+    code, out, _ = kvferry(capsys, "drain", *words, "--address", service.control, "--json")
+    assert (code > 0, json.loads(out)["error"]["type"]) == (True, kind)
 
 
 def test_what_a_drained_store_held_is_fetched_from_another_and_its_node_has_it_no_more(
