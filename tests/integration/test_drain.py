@@ -96,3 +96,26 @@ def test_a_router_sends_nothing_new_to_it(service: TokenService) -> None:
             await router.close()
 
     assert asyncio.run(go()) == b.instance_id
+
+
+def test_a_new_engine_has_what_was_hot_before_anybody_asks_it() -> None:
+    with token_service(warm_share=0.5) as service:
+        a = service.add("a")
+        tokens = prompt(1, 33)
+        serve(a, "a", tokens)
+        b = service.add("b")
+        wait_until(lambda: service.counter("warmed_blocks") == 8)
+        assert serve(b, "b", tokens) == (32, 0)
+        service.require_nothing_held()
+
+
+def test_a_drain_in_a_restarted_coordinator_begins_anew(service: TokenService) -> None:
+    a, b = service.add("a"), service.add("b")
+    tokens = prompt(1, 33)
+    serve(a, "a", tokens)
+    drain(service, a)
+    service.restart_coordinator()
+    wait_until(lambda: service.counter("returns") == 2)
+    over = drain_to_its_end(service, a)
+    assert over.num_dropped == 0
+    assert serve(b, "b", tokens) == (32, 0)

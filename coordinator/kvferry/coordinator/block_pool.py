@@ -115,19 +115,14 @@ class BlockPool:
         return self._hashes.items()
 
     def hottest_first(self) -> Iterator[BlockHash]:
-        """Yield what is held: first what has an owner, then what was used last.
+        """Yield what is held, as often as it is: what has an owner, then what was used last.
 
-        A chain's blocks come before those after them, as they are freed from its end. One that
-        several blocks hold comes as often. The pool must not change meanwhile.
+        What is free comes after what is before it in its chain. The pool must not change meanwhile.
         """
         states, carried = self._states, self._hashes.carried
-        for state, block_hash in zip(states, carried, strict=True):
-            if block_hash is not None and not isinstance(state, Run):
-                yield block_hash
-        for block in self._free.newest_first():
-            last = carried[block]
-            if last is not None:
-                yield last
+        owned = (held for held, state in zip(carried, states, strict=True) if type(state) is int)
+        yield from filter(None, owned)
+        yield from filter(None, map(carried.__getitem__, self._free.newest_first()))
 
     def parent_of(self, block_id: BlockId) -> BlockHash | None:
         """Return the hash before the one that a block carries, None where it is not known."""
@@ -257,17 +252,11 @@ class BlockPool:
         blocks, run, states = list(block_ids), Run(), self._states
         self._free.pick(blocks)
         self.cache_full_blocks(
-            hashes,
-            blocks,
-            0,
-            len(blocks),
-            group_id,
-            parents=[None] * len(blocks),
-            block_tokens=block_tokens,
-            origin=origin,
+            hashes, blocks, 0, len(blocks), group_id, block_tokens=block_tokens, origin=origin
         )
         for block in blocks:
             states[block] = run
+            self._hashes.parents[block] = None  # they are no chain
         self._free.append(run, blocks)
 
     def claim(self, block_ids: Iterable[BlockId]) -> None:
@@ -290,7 +279,6 @@ class BlockPool:
         group_id: GroupId,
         *,
         positions: Sequence[int] | None = None,
-        parents: Sequence[BlockHash | None] | None = None,
         block_tokens: int = 0,
         origin: GroupOrigin | None = None,
         content: StoredContent | None = None,
@@ -298,9 +286,7 @@ class BlockPool:
         """Make blocks `[num_cached, num_full)` of a table findable under the hashes there.
 
         `positions` names those of the range that are meant, None: all. A block that was findable
-        at a position inside it only loses that. `parents` are the hashes before those of the
-        range, None where one is not known; without them the hashes are a chain. The rest is told
-        in the event.
+        at a position inside it only loses that. The rest is told in the event.
 
         Raises:
             InvariantError: hashes or blocks are missing, or a block carries the hash of a whole
@@ -317,27 +303,16 @@ class BlockPool:
             )
         blocks = list(block_ids[num_cached:num_full])
         new_hashes = hashes[num_cached:num_full]
-        if parents is None:
-            first = hashes[num_cached - 1] if num_cached else None
-            parents = [first, *new_hashes[:-1]]
+        parent = hashes[num_cached - 1] if num_cached else None
+        parents = [parent, *new_hashes[:-1]]
         if positions is not None:
             blocks = [block_ids[i] for i in positions]
             new_hashes = [new_hashes[i - num_cached] for i in positions]
             parents = [parents[i - num_cached] for i in positions]
         self._tell(self._hashes.hold(new_hashes, blocks, group_id, parents))
         if self.record_events:
-            parent = hashes[num_cached - 1] if num_cached else None
-            self._events.append(
-                Stored(
-                    tuple(blocks),
-                    tuple(new_hashes),
-                    group_id,
-                    parent,
-                    block_tokens,
-                    origin,
-                    content,
-                )
-            )
+            chain = tuple(blocks), tuple(new_hashes), group_id, parent
+            self._events.append(Stored(*chain, block_tokens, origin, content))
 
     def cache_inside(
         self,

@@ -8,11 +8,12 @@ nothing, and at most a part of its coldest ones.
 from collections import deque
 from collections.abc import Iterable
 
+from kvferry.coordinator.chains import groups_that_hold, holds, parent_of, peers_of
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.moves import Draining
 from kvferry.coordinator.state import ServiceState
 from kvferry.coordinator.step_outcome import left_free
-from kvferry.proto.ids import BlockHash, GroupId
+from kvferry.proto.ids import BlockHash
 
 # Others are answered between two such slices of a plan.
 _SLICE = 512
@@ -27,10 +28,10 @@ def plan_some(state: ServiceState, source: Instance, drain: Draining) -> None:
         drain.left.clear()
     for _ in range(min(_SLICE, len(drain.left))):
         block_hash = drain.left.popleft()
-        groups = _groups_that_hold(source, block_hash)
+        groups = groups_that_hold(source, block_hash)
         if any(block_hash in planned for planned in drain.planned.values()):
             continue
-        if any(_holds(peer, block_hash, groups) for peer in peers):
+        if any(holds(peer, block_hash, groups) for peer in peers):
             drain.num_elsewhere += len(groups)
         elif groups:
             _place(source, drain, peers, block_hash)
@@ -38,16 +39,7 @@ def plan_some(state: ServiceState, source: Instance, drain: Draining) -> None:
 
 def _peers(state: ServiceState, source: Instance, drain: Draining) -> list[Instance]:
     """Return who can take blocks, and plan again what was meant for those that are gone."""
-    peers = [
-        peer
-        for peer in state.instances.values()
-        if peer is not source
-        and peer.draining is None
-        and peer.returning_as is None
-        and not peer.is_suspect
-        and peer.identity_digest == source.identity_digest
-        and peer.hashes_per_block == source.hashes_per_block
-    ]
+    peers = peers_of(state, source)
     known = {peer.info.instance_id for peer in peers}
     for instance_id in [i for i in drain.planned if i not in known]:
         drain.left.extendleft(drain.planned.pop(instance_id))
@@ -68,11 +60,11 @@ def _room(peer: Instance) -> int:
 
 def _place(source: Instance, drain: Draining, peers: list[Instance], block_hash: BlockHash) -> None:
     """Let the peer that must get least for it have a block; nobody if it fits nowhere."""
-    before = _parent(source, block_hash)
+    before = parent_of(source, block_hash)
     best: tuple[tuple[int, bool, int], Instance, list[BlockHash]] | None = None
     for peer in _those_with(source, drain, peers, before) or peers:
         path = _path(source, drain, peer, block_hash)
-        num_blocks = sum(len(_groups_that_hold(source, one)) for one in path)
+        num_blocks = sum(len(groups_that_hold(source, one)) for one in path)
         room = drain.rooms[peer.info.instance_id]
         if num_blocks > room:
             continue
@@ -86,7 +78,7 @@ def _place(source: Instance, drain: Draining, peers: list[Instance], block_hash:
     drain.rooms[drain.last] -= num_blocks
     drain.planned[drain.last].update(path)
     for one in path:
-        for group_id in _groups_that_hold(source, one):
+        for group_id in groups_that_hold(source, one):
             key = source.info.instance_id, group_id
             peer.wanted.setdefault(key, deque()).append(one)
 
@@ -112,7 +104,7 @@ def _path(
     path = [block_hash]
     room = drain.rooms[peer.info.instance_id]
     while len(path) <= room:
-        before = _parent(source, path[-1])
+        before = parent_of(source, path[-1])
         if _has(source, drain, peer, before):
             break
         assert before is not None
@@ -125,25 +117,4 @@ def _has(source: Instance, drain: Draining, peer: Instance, block_hash: BlockHas
     """Tell whether a peer has all of a hash that the source has, or is going to."""
     if block_hash is None or block_hash in drain.planned[peer.info.instance_id]:
         return True
-    return _holds(peer, block_hash, _groups_that_hold(source, block_hash))
-
-
-def _holds(peer: Instance, block_hash: BlockHash, groups: Iterable[GroupId]) -> bool:
-    pool = peer.manager.pool
-    return all(pool.get_cached_block(block_hash, group_id) is not None for group_id in groups)
-
-
-def _groups_that_hold(source: Instance, block_hash: BlockHash) -> list[GroupId]:
-    pool = source.manager.pool
-    groups = map(GroupId, range(len(source.rules)))
-    return [group for group in groups if pool.get_cached_block(block_hash, group) is not None]
-
-
-def _parent(source: Instance, block_hash: BlockHash) -> BlockHash | None:
-    """Return the hash before one, None where the chain begins or nobody knows it."""
-    pool = source.manager.pool
-    for group_id in _groups_that_hold(source, block_hash):
-        block = pool.get_cached_block(block_hash, group_id)
-        if block is not None and (before := pool.parent_of(block)) is not None:
-            return before
-    return None
+    return holds(peer, block_hash, groups_that_hold(source, block_hash))

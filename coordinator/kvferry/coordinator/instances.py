@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kvferry.coordinator.block_sampling import BlockSampler
 from kvferry.coordinator.cache_config import CacheConfig
 from kvferry.coordinator.cache_manager import CacheManager
-from kvferry.coordinator.moves import Draining, MoveInFlight, Tally, Wanted
+from kvferry.coordinator.moves import Draining, MoveInFlight, Wanted, Warming
 from kvferry.coordinator.prefix_rules import rules_of
 from kvferry.coordinator.request_state import RequestState
 from kvferry.coordinator.token_accounts import TokenAccounts
@@ -92,8 +92,8 @@ class Instance:
     being fetched, oldest first. `followers` wait for a prefill elsewhere. `sampler`, if any,
     follows the blocks of its pool.
 
-    `wanted` is what it is going to pull from peers for no request, and `warming` counts that for an
-    instance that is new. `draining` is None for one that stays.
+    `wanted` is what it is going to pull from peers for no request. `warming` and `draining` are
+    None for one that is neither new nor going.
 
     Raises:
         ConfigError: a pool or groups that no cache can be made of, as `CacheConfig`, or blocks
@@ -129,7 +129,7 @@ class Instance:
         self.followers: dict[RequestId, Follower] = {}
         self.reservations: dict[LeaseId, Reservation] = {}
         self.wanted: Wanted = {}
-        self.warming: Tally | None = None
+        self.warming: Warming | None = None
         self.draining: Draining | None = None
         self.num_resets = 0
         self.returning_as: str | None = None

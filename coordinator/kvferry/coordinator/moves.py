@@ -38,6 +38,20 @@ class MoveInFlight:
 
 
 @dataclass(slots=True, kw_only=True)
+class Warming:
+    """A new instance may want `room` more blocks, of what its peers have.
+
+    `left`: who has which hash, hottest first, that have not been looked at. `planned`: what it is
+    going to get.
+    """
+
+    room: int
+    left: deque[tuple[InstanceId, BlockHash]]
+    tally: Tally
+    planned: set[BlockHash] = field(default_factory=set)
+
+
+@dataclass(slots=True, kw_only=True)
 class Draining:
     """An instance does nothing new, and is removed at `deadline_s` at the latest.
 

@@ -12,6 +12,7 @@ from kvferry.coordinator.instances import Instance, Reservation
 from kvferry.coordinator.moves import MoveInFlight, Tally
 from kvferry.coordinator.state import ServiceState
 from kvferry.coordinator.step_outcome import left_free
+from kvferry.coordinator.warming import end_warming, warm_some
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId
 from kvferry.proto.step_messages import Move
@@ -37,10 +38,13 @@ def begin_moves(state: ServiceState, taker: Instance, now: float) -> tuple[Move,
     for source in state.instances.values():
         if source.draining is not None and not taker.wanted:
             plan_some(state, source, source.draining)
+    if taker.warming is not None and not taker.wanted:
+        warm_some(state, taker, taker.warming)
     num_open = sum(one.move is not None for one in taker.reservations.values())
     moves: list[Move] = []
     while num_open + len(moves) < MAX_MOVES and (move := _next_move(state, taker, now)):
         moves.append(move)
+    end_warming(state, taker, now)
     return tuple(moves)
 
 
@@ -178,7 +182,7 @@ def _begin(state: ServiceState, taker: Instance, batch: _Batch, now: float) -> M
 
 
 def _tally(taker: Instance, source: Instance) -> Tally:
-    tally = taker.warming if source.draining is None else source.draining.tally
-    if tally is None:
+    cause = taker.warming if source.draining is None else source.draining
+    if cause is None:
         raise InvariantError("a move for nobody", given=taker.info.instance_id)
-    return tally
+    return cause.tally

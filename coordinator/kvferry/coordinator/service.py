@@ -29,6 +29,7 @@ from kvferry.coordinator.silence import DEAD_AFTER_S, SUSPECT_AFTER_S, Silence
 from kvferry.coordinator.state import InstanceEvents, ServiceState
 from kvferry.coordinator.step import apply_step
 from kvferry.coordinator.storing import end_reservation, expire_reservations, reserve
+from kvferry.coordinator.warming import begin_warming, require_share
 from kvferry.proto.drain_messages import Drain
 from kvferry.proto.errors import (
     BadInputError,
@@ -85,6 +86,8 @@ class CoordinatorService:
         step_lease_s: how long the source of a load is leased.
         suspect_after_s, dead_after_s: how long a member may be silent before nothing new is asked
             of it, and before it is forgotten.
+        warm_share: the part of its blocks, 0 to 1, that an instance which is new fills with what is
+            hot at its peers.
         sample_block_every: follow every n-th block that a pool hands out; None: none.
         tells_pool_events: keep what the pools do until `take_pool_events` is called, as must be
             done after every command; engines are asked to tell their requests' content.
@@ -103,6 +106,7 @@ class CoordinatorService:
         step_lease_s: float = 60.0,
         suspect_after_s: float = SUSPECT_AFTER_S,
         dead_after_s: float = DEAD_AFTER_S,
+        warm_share: float = 0.0,
         sample_block_every: int | None = None,
         tells_pool_events: bool = False,
         check_invariants: bool = False,
@@ -111,7 +115,7 @@ class CoordinatorService:
 
         Raises:
             BadInputError: a duration that is not a positive number of seconds.
-            ConfigError: `sample_block_every` is not a positive integer.
+            ConfigError: `sample_block_every` is not a positive integer, or `warm_share` no part.
 
         """
         if sample_block_every is not None:
@@ -129,6 +133,7 @@ class CoordinatorService:
         self._wants_content = tells_pool_events
         self._expected_identity = expected_identity
         self._step_lease_s = step_lease_s
+        self._warm_share = require_share(warm_share)
         self._sample_block_every = sample_block_every
         self._check_invariants = check_invariants
         self._replies: OrderedDict[tuple[type, str], tuple[Reply, int]] = OrderedDict()
@@ -151,9 +156,8 @@ class CoordinatorService:
         )
         reply = self._remembered(command)
         if reply is None:
-            reply = (
-                self._tick(expired, now) if isinstance(command, Tick) else self._run(command, now)
-            )
+            expired |= isinstance(command, Tick) and end_drains(self.state, now)
+            reply = Done(changed=expired) if isinstance(command, Tick) else self._run(command, now)
             self._remember(command, reply)
         self.state.follow_pools()
         if self._check_invariants:
@@ -205,9 +209,6 @@ class CoordinatorService:
         self._replies[call_id] = (reply, hash(command))
         if len(self._replies) > _REMEMBERED_REPLIES:
             self._replies.popitem(last=False)
-
-    def _tick(self, expired: bool, now: float) -> Done:
-        return Done(changed=end_drains(self.state, now) or expired)
 
     def _run(self, command: Command, now: float) -> Reply:
         reply: Reply
@@ -281,6 +282,8 @@ class CoordinatorService:
             )
         instance.returning_as = command.call_id if command.returning else None
         self.state.add_instance(instance)
+        if self._warm_share and not command.returning:
+            begin_warming(self.state, instance, self._warm_share, self.state.moment.now_s)
         places = ", ".join(info.rank_addresses)
         self.state.note("instance_registered", f"{info.instance_id} at {places}")
         return self._registered(instance)
