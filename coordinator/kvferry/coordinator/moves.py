@@ -56,7 +56,7 @@ class Draining:
     """An instance does nothing new, and is removed at `deadline_s` at the latest.
 
     `left`: hashes that have not been looked at, hottest first. `rooms`: how many more blocks each
-    destination may get. `planned`: which hashes each was given. `last`: who got the last.
+    destination may get. `planned`: whom a hash was given to. `last`: who got the last.
     `num_elsewhere`: blocks that peers held anyway.
     """
 
@@ -65,6 +65,6 @@ class Draining:
     left: deque[BlockHash]
     tally: Tally
     rooms: dict[InstanceId, int] = field(default_factory=dict)
-    planned: dict[InstanceId, set[BlockHash]] = field(default_factory=dict)
+    planned: dict[BlockHash, set[InstanceId]] = field(default_factory=dict)
     last: InstanceId | None = None
     num_elsewhere: int = 0

@@ -1,4 +1,4 @@
-"""Drains in the words of the tests: how they begin, and carrying out what peers are told to move."""
+"""Drains in the words of tests: how they begin, and carrying out what peers are to move."""
 
 from typing import Any
 
