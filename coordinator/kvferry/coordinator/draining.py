@@ -157,6 +157,7 @@ def _report(state: ServiceState, instance: Instance, now: float, *, is_over: boo
         moved=tuple(
             Moved(instance_id=peer, num_blocks=num, num_bytes=num * block_bytes)
             for peer, num in sorted(moved.items())
+            if num
         ),
         num_elsewhere=draining.num_elsewhere,
         num_waiting=0 if is_over else num_wanted(state, instance) + in_flight,
