@@ -40,9 +40,9 @@ class RayCoordinatorActor(CoordinatorProcess):
             reach_host=ray_cluster.node_host,
             **core,
         )
+        self._drains = NodeDrains(self.call, leaving_nodes)
         self._service_id = service_id
         self._frozen: FrozenWatch | None = None
-        self._drains = NodeDrains(self.call, leaving_nodes)
         self._revival = Revival(self.start, "the coordinator")
 
     def start(self) -> FrontAddresses:
@@ -61,9 +61,9 @@ class RayCoordinatorActor(CoordinatorProcess):
     def stop(self) -> None:
         """See `CoordinatorProcess.stop`."""
         self._revival.give_up()
+        self._drains.stop()
         if self._frozen is not None:
             self._frozen.stop()
-        self._drains.stop()
         super().stop()
 
     def _nodes(self) -> list[str]:
