@@ -139,6 +139,10 @@ class ServiceState:
                 self.end_lease(lease.lease_id)
         del self.instances[instance_id]
         self.draining.pop(instance_id, None)
+        for peer in self.instances.values():
+            # Its next life has other blocks, and does not go.
+            for key in [key for key in peer.wanted if key[0] == instance_id]:
+                del peer.wanted[key]
         self.index.leave(instance_id)
         self._tell(instance_id, [Cleared()])
 
