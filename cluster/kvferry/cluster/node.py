@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -18,11 +18,18 @@ from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.cluster.engine_info import AttachedEngine, EngineInfo
 from kvferry.cluster.engine_roll import EngineRoll
 from kvferry.cluster.moving_address import FindAddress, MovingAddress
+from kvferry.cluster.naming import outside_ray
 from kvferry.cluster.node_config import NodeConfig
 from kvferry.cluster.node_server import NodeServer
 from kvferry.cluster.store_watch import BEAT_TIMEOUT_S, StoreWatch
 from kvferry.proto.bind import reachable_address
-from kvferry.proto.errors import DeadlineError, KvferryError, ResourcesError, UnavailableError
+from kvferry.proto.errors import (
+    DeadlineError,
+    DrainedError,
+    KvferryError,
+    ResourcesError,
+    UnavailableError,
+)
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import Incarnation, InstanceId
 from kvferry.proto.layout import Layout
@@ -52,15 +59,21 @@ class _Store:
     worker: WorkerActor
     info: InstanceInfo
     coordinator: CoordinatorClient
+    detach: Callable[[Identity], None]
 
     def beat(self) -> Heard:
         """See `WatchedStore.beat`."""
         return self.worker.beat(partial(self.coordinator.call, timeout_s=BEAT_TIMEOUT_S))
 
     def come_back(self) -> None:
-        """See `WatchedStore.come_back`."""
+        """See `WatchedStore.come_back`; one that was drained is detached instead."""
         call = partial(self.coordinator.call, timeout_s=CALL_TIMEOUT_S)
-        num_blocks = self.worker.come_back(call, self.info)
+        try:
+            num_blocks = self.worker.come_back(call, self.info)
+        except DrainedError as error:
+            _log.warning("%s is closed: %s", self.info.instance_id, error)
+            self.detach(self.info.identity)
+            return
         _log.info("%s has come back with %d blocks", self.info.instance_id, num_blocks)
 
     @property
@@ -80,11 +93,18 @@ class StoreNode:
     Args:
         config: what it is made of.
         find_coordinator: tells where the coordinator's front is; None: where the config says.
+        node_id: returns Ray's id of this node.
     """
 
     # A Ray actor whose constructor fails is hard to tell from one that died: nothing happens here.
-    def __init__(self, config: NodeConfig, find_coordinator: FindAddress | None = None) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        find_coordinator: FindAddress | None = None,
+        node_id: Callable[[], str] = outside_ray,
+    ) -> None:
         self._config = config
+        self._node_id = node_id
         self._find_coordinator = find_coordinator
         self._coordinator = CoordinatorClient(
             config.coordinator, config.credentials, find_coordinator
@@ -223,6 +243,7 @@ class StoreNode:
                 rank_addresses=(self._reachable(started.address),),
                 max_model_len=0,
                 rank_pids=(started.pid,),
+                rank_nodes=tuple(filter(None, [self._node_id()])),
                 version=version("kvferry"),
             )
             self._register(worker, info)
@@ -230,7 +251,13 @@ class StoreNode:
             worker.stop()
             raise
         _log.info("%s holds %d blocks for %s", info.instance_id, info.num_blocks, identity.model)
-        return _Store(worker=worker, info=info, coordinator=self._coordinator)
+        return _Store(worker=worker, info=info, coordinator=self._coordinator, detach=self._detach)
+
+    def _detach(self, identity: Identity) -> None:
+        with self._locked(CALL_TIMEOUT_S):
+            store = self._stores.pop(identity, None)
+        if store is not None:
+            store.worker.stop()
 
     def _register(self, worker: WorkerActor, info: InstanceInfo) -> None:
         call = partial(self._coordinator.call, timeout_s=CALL_TIMEOUT_S)

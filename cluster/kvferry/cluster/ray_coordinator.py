@@ -1,4 +1,7 @@
-"""The coordinator as Ray runs it: when its process dies, Ray makes another, which goes on."""
+"""The coordinator as Ray runs it: when its process dies, Ray makes another, which goes on.
+
+It also drains the members of nodes that Ray takes away.
+"""
 
 import gc
 from typing import Any
@@ -7,6 +10,8 @@ import ray
 
 from kvferry.cluster import naming, ray_cluster
 from kvferry.cluster.coordinator_process import CoordinatorProcess, FrontAddresses, FrontSettings
+from kvferry.cluster.node_drains import NodeDrains
+from kvferry.cluster.ray_draining import leaving_nodes
 from kvferry.cluster.ray_frozen import FrozenWatch
 from kvferry.cluster.ray_record import RayRecord
 from kvferry.cluster.ray_revival import Revival
@@ -35,6 +40,7 @@ class RayCoordinatorActor(CoordinatorProcess):
             reach_host=ray_cluster.node_host,
             **core,
         )
+        self._drains = NodeDrains(self.call, leaving_nodes)
         self._service_id = service_id
         self._frozen: FrozenWatch | None = None
         self._revival = Revival(self.start, "the coordinator")
@@ -42,6 +48,7 @@ class RayCoordinatorActor(CoordinatorProcess):
     def start(self) -> FrontAddresses:
         """See `CoordinatorProcess.start`."""
         addresses = super().start()
+        self._drains.start()
         # The core makes no reference cycles, but its many small tuples set the collector off all
         # the time: it took two fifths of an engine step. What is here now stays for good.
         gc.collect()
@@ -54,6 +61,7 @@ class RayCoordinatorActor(CoordinatorProcess):
     def stop(self) -> None:
         """See `CoordinatorProcess.stop`."""
         self._revival.give_up()
+        self._drains.stop()
         if self._frozen is not None:
             self._frozen.stop()
         super().stop()

@@ -15,6 +15,7 @@ from kvferry.coordinator.location_index import LocationIndex
 from kvferry.coordinator.pool_events import Cleared, PoolEvent
 from kvferry.coordinator.prefix_rules import PrefixRule
 from kvferry.coordinator.silence import Silence
+from kvferry.proto.drain_messages import Drained
 from kvferry.proto.errors import InvariantError, NotFoundError
 from kvferry.proto.ids import (
     BlockHash,
@@ -41,6 +42,12 @@ COUNTERS = (
     "handoffs_failed",
     "handoffs_expired",
     "handoffs_without_taker",
+    "drains",
+    "drained_blocks",
+    "drained_bytes",
+    "warmed_blocks",
+    "warmed_bytes",
+    "failed_moves",
     "resets",
     "returns",
     "suspects",
@@ -85,6 +92,9 @@ class ServiceState:
         self.leases = LeaseTable(epoch, lease_cap_s)
         self.resets = Counter(resets)
         self.handoffs: dict[RequestId, Handoff] = {}
+        self.draining: dict[InstanceId, Instance] = {}
+        # How the last drain of each instance ended; that life of it does not come back.
+        self.drained: dict[InstanceId, Drained] = {}
         # No reservation can have expired before this moment.
         self.earliest_reservation_s = math.inf
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -128,6 +138,11 @@ class ServiceState:
             if instance_id in (lease.instance_id, lease.beneficiary):
                 self.end_lease(lease.lease_id)
         del self.instances[instance_id]
+        for peer in self.instances.values():
+            # Its next life has other blocks, and does not go.
+            for key in [key for key in peer.wanted if key[0] == instance_id]:
+                del peer.wanted[key]
+        self.draining.pop(instance_id, None)
         self.index.leave(instance_id)
         self._tell(instance_id, [Cleared()])
 
