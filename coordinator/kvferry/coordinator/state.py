@@ -92,6 +92,7 @@ class ServiceState:
         self.leases = LeaseTable(epoch, lease_cap_s)
         self.resets = Counter(resets)
         self.handoffs: dict[RequestId, Handoff] = {}
+        self.draining: dict[InstanceId, Instance] = {}
         # How the last drain of each instance ended; that life of it does not come back.
         self.drained: dict[InstanceId, Drained] = {}
         # No reservation can have expired before this moment.
@@ -137,6 +138,11 @@ class ServiceState:
             if instance_id in (lease.instance_id, lease.beneficiary):
                 self.end_lease(lease.lease_id)
         del self.instances[instance_id]
+        for peer in self.instances.values():
+            # Its next life has other blocks, and does not go.
+            for key in [key for key in peer.wanted if key[0] == instance_id]:
+                del peer.wanted[key]
+        self.draining.pop(instance_id, None)
         self.index.leave(instance_id)
         self._tell(instance_id, [Cleared()])
 
