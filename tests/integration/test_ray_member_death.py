@@ -45,13 +45,13 @@ NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    """A head and two nodes, with room for one rank each."""
+    """A head, and three nodes with room for one rank each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        head = NODE | {"include_dashboard": False, "_system_config": HEALTH}
+        head = NODE | {"num_cpus": 0, "include_dashboard": False, "_system_config": HEALTH}
         running: Any = Cluster(initialize_head=True, head_node_args=head)
         try:
-            for _ in range(2):
+            for _ in range(3):
                 running.add_node(**NODE)
             ray_api.init(
                 address=running.address, namespace=naming.new_namespace(), log_to_driver=False
@@ -81,11 +81,11 @@ def node_of(actor: Any) -> str:
 
 
 def choose_victim(service: RayService, cluster: Any) -> tuple[InstanceId, Any]:
-    """A decode instance whose node is neither the driver's nor the coordinator's, and the node."""
-    spared = {cluster.head_node.node_id, node_of(service._coordinator)}
+    """A decode instance whose node is not the coordinator's, too, and that node."""
+    spared = node_of(service._coordinator)
     for instance_id in (InstanceId("decode-0"), InstanceId("decode-1")):
         home = node_of(service._places[instance_id].rank_0)
-        if home not in spared:
+        if home != spared:
             (node,) = [one for one in cluster.worker_nodes if one.node_id == home]
             return instance_id, node
     raise AssertionError("no decode instance has a node of its own")

@@ -17,9 +17,11 @@
     │       └── IdentityMismatchError   model, weights, dtype, heads, groups ...
     ├── StaleError                  a message from an earlier life of its sender or receiver
     │   └── NotRegisteredError      the coordinator does not know the sender, which must come back
+    ├── DrainedError                an instance was drained, and in this life is no member any more
     ├── NotFoundError               an instance, request, lease or reservation that is not known
     ├── UnavailableError            a peer that does not answer; may work later or elsewhere
     │   ├── InstanceDiedError       an instance's process is gone; names the instance
+    │   │   └── InstanceDrainedError    it was drained, and is not started again
     │   └── RestoringError          an instance has come back and not yet told all that it holds
     ├── BusyError                   over an admission limit; try again later
     ├── DeadlineError               a wait ended without an answer
@@ -183,6 +185,10 @@ class UnavailableError(KvferryError):
 
 class InstanceDiedError(UnavailableError):
     """The process of an instance is gone; `given` names the instance."""
+
+
+class InstanceDrainedError(InstanceDiedError):
+    """An instance has ended because it was drained: nobody is to start it again."""
 
 
 class RestoringError(UnavailableError):

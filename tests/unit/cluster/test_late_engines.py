@@ -51,7 +51,7 @@ def test_an_engine_is_dead_after_two_calls_in_a_row_that_it_did_not_answer() -> 
             await anext(legs.run(D0, request("r"), float("inf")))
         assert not legs.is_alive(D0)
         assert [(one.instance_id, one.incarnation) for one in coordinator.removed] == [(D0, 1)]
-        assert deaths == [(D0, "no answer")]
+        assert deaths == [(D0, LATE)]
         assert engine.asked == 4
         await legs.close()
 

@@ -14,10 +14,16 @@ from kvferry.cluster.serving.supervisor import (
     Attempts,
     Supervisor,
 )
-from kvferry.proto.errors import ResourcesError, UnavailableError
+from kvferry.proto.errors import (
+    InstanceDiedError,
+    InstanceDrainedError,
+    ResourcesError,
+    UnavailableError,
+)
 from kvferry.proto.ids import InstanceId
 
 D0 = InstanceId("d0")
+KILLED = InstanceDiedError("killed")
 
 
 def test_pauses_double_from_one_second_to_thirty() -> None:
@@ -56,7 +62,7 @@ def test_an_instance_is_started_until_it_serves_and_each_failure_is_logged(
     async def test() -> None:
         joined: asyncio.Queue[tuple[InstanceId, EngineLink]] = asyncio.Queue()
         supervisor = Supervisor(start_again, lambda *one: joined.put_nowait(one))
-        supervisor.died(D0, "killed")
+        supervisor.died(D0, KILLED)
         assert await joined.get() == (D0, life)
         await supervisor.close()
 
@@ -81,11 +87,11 @@ def test_a_start_under_way_is_given_up_when_the_supervisor_closes() -> None:
     async def test() -> None:
         joined: list[object] = []
         supervisor = Supervisor(start_again, lambda *one: joined.append(one))
-        supervisor.died(D0, "killed")
+        supervisor.died(D0, KILLED)
         await asyncio.to_thread(starting.wait, 10.0)
         await supervisor.close()
         assert ended.is_set()
-        supervisor.died(D0, "killed while all stop")
+        supervisor.died(D0, KILLED)
         await supervisor.close()
         assert joined == []
 
@@ -101,9 +107,19 @@ def test_closing_does_not_wait_for_a_pause_between_attempts() -> None:
 
     async def test() -> None:
         supervisor = Supervisor(start_again, lambda *_: None)
-        supervisor.died(D0, "killed")
+        supervisor.died(D0, KILLED)
         await asyncio.to_thread(tried.wait, 10.0)
         await supervisor.close()
 
     assert LONGEST_PAUSE_S > 10.0
+    run(test)
+
+
+def test_who_was_drained_is_not_started_again() -> None:
+    async def test() -> None:
+        supervisor = Supervisor(lambda *_: link(FakeEngine()), lambda *_: pytest.fail("it came"))
+        supervisor.died(D0, InstanceDrainedError("d0 was drained"))
+        await asyncio.sleep(0)
+        await supervisor.close()
+
     run(test)

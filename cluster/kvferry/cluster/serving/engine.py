@@ -36,6 +36,7 @@ from kvferry.proto.errors import (
     DeadlineError,
     DrainedError,
     InstanceDiedError,
+    InstanceDrainedError,
     KvferryError,
 )
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, LeaseId, RequestId
@@ -220,7 +221,7 @@ class Engine:
                 self._advance()
         except DrainedError as error:
             log.warning("engine of %s ends: %s", self._info.instance_id, error)
-            self._outbox.fail(f"{type(error).__name__}: {error}")
+            self._outbox.fail(f"{type(error).__name__}: {error}", InstanceDrainedError)
         except Exception as error:  # the loop's end must be told, whatever it was
             log.exception("engine of %s failed", self._info.instance_id)
             self._outbox.fail(f"{type(error).__name__}: {error}")

@@ -37,7 +37,7 @@ UNANSWERED_CALLS = 2
 ends late, unanswered, too, when the router's own process was paused."""
 
 News = Output | KvferryError
-OnDeath = Callable[[InstanceId, str], None]
+OnDeath = Callable[[InstanceId, KvferryError], None]
 """Is told which instance has died, and why."""
 
 
@@ -67,7 +67,7 @@ class Legs:
         self,
         engines: Mapping[InstanceId, EngineLink],
         coordinator: AsyncCoordinatorPort,
-        on_death: OnDeath = lambda instance_id, reason: None,
+        on_death: OnDeath = lambda instance_id, error: None,
     ) -> None:
         self._engines = dict(engines)
         self._coordinator = coordinator
@@ -174,7 +174,7 @@ class Legs:
         try:
             await link.engine.submit(request, timeout_s=CALL_TIMEOUT_S)
         except (InstanceDiedError, DeadlineError) as error:
-            await self._bury(instance_id, link, str(error))
+            await self._bury(instance_id, link, error)
             raise _death(instance_id, str(error)) from error
         except BadInputError as refusal:
             # Limits differ between instances: whoever asked must hear whose it was.
@@ -218,7 +218,7 @@ class Legs:
                 if isinstance(error, DeadlineError) and num_unanswered < UNANSWERED_CALLS:
                     log.warning("instance %s is late: %s", instance_id, error)
                     continue
-                await self._bury(instance_id, link, str(error))
+                await self._bury(instance_id, link, error)
                 return
             if not self._is_now(instance_id, link):
                 return
@@ -229,9 +229,10 @@ class Legs:
                 if news is not None:
                     news.put_nowait(output)
 
-    async def _bury(self, instance_id: InstanceId, link: EngineLink, reason: str) -> None:
+    async def _bury(self, instance_id: InstanceId, link: EngineLink, error: KvferryError) -> None:
         if instance_id in self._deaths or not self._is_now(instance_id, link):
             return
+        reason = str(error)
         self._deaths[instance_id] = reason
         log.error("instance %s is dead: %s", instance_id, reason)
         # A new life may join while the coordinator is told: what is in flight there is not lost.
@@ -247,12 +248,12 @@ class Legs:
                 ),
                 timeout_s=TELL_TIMEOUT_S,
             )
-        except KvferryError as error:
-            log.warning("the coordinator was not told of %s: %s", instance_id, error)
+        except KvferryError as unheard:
+            log.warning("the coordinator was not told of %s: %s", instance_id, unheard)
         for news in lost.values():
             news.put_nowait(_death(instance_id, reason))
         if self._is_now(instance_id, link):
-            self._on_death(instance_id, reason)
+            self._on_death(instance_id, error)
 
     def _is_now(self, instance_id: InstanceId, link: EngineLink) -> bool:
         """Tell whether this is still the life of the instance that requests are sent to."""

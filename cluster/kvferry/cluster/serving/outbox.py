@@ -16,6 +16,7 @@ class Outbox:
         self._outputs: deque[Output] = deque()
         self._first_seq = 0
         self._failure: str | None = None
+        self._failed_with: type[InstanceDiedError] = InstanceDiedError
         self._changed = threading.Condition()
 
     def put(self, outputs: tuple[Output, ...]) -> None:
@@ -25,9 +26,10 @@ class Outbox:
                 self._outputs.extend(outputs)
                 self._changed.notify_all()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, kind: type[InstanceDiedError] = InstanceDiedError) -> None:
         """Let every present and later `take` end with an error, once earlier news is taken."""
         with self._changed:
+            self._failed_with = kind
             self._failure = reason
             self._changed.notify_all()
 
@@ -38,7 +40,7 @@ class Outbox:
             InstanceDiedError: naming the instance and the reason.
         """
         if self._failure is not None:
-            raise InstanceDiedError(
+            raise self._failed_with(
                 f"the engine of instance {self._instance_id} has failed: {self._failure}",
                 given=self._instance_id,
             )

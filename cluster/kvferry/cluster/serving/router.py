@@ -132,7 +132,7 @@ class Router:
         identity_digest: bytes,
         scheme: HashScheme,
         settings: RouterSettings,
-        on_death: OnDeath = lambda instance_id, reason: None,
+        on_death: OnDeath = lambda instance_id, error: None,
     ) -> None:
         self._coordinator = coordinator
         self._legs = Legs(engines, coordinator, on_death)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.cluster.serving.legs import EngineLink
+from kvferry.proto.errors import InstanceDrainedError, KvferryError
 from kvferry.proto.ids import InstanceId
 
 FIRST_PAUSE_S = 1.0
@@ -72,11 +73,14 @@ class Supervisor:
         self._tasks: dict[InstanceId, asyncio.Task[None]] = {}
         self._closing = threading.Event()
 
-    def died(self, instance_id: InstanceId, reason: str) -> None:
-        """Bring an instance back, unless that is under way already."""
+    def died(self, instance_id: InstanceId, error: KvferryError) -> None:
+        """Bring an instance back, unless that is under way already, or it was drained."""
         if self._closing.is_set() or instance_id in self._tasks:
             return
-        log.warning("instance %s is started again: %s", instance_id, reason)
+        if isinstance(error, InstanceDrainedError):
+            log.warning("instance %s is not started again: %s", instance_id, error)
+            return
+        log.warning("instance %s is started again: %s", instance_id, error)
         self._tasks[instance_id] = asyncio.create_task(self._bring_back(instance_id))
 
     async def close(self) -> None:
