@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 from kvferry.cluster.sim.world import Task, World
 
 MODULES = (
+    "kvferry.cluster.serving.all_ranks",
     "kvferry.cluster.serving.engine",
     "kvferry.cluster.serving.membership",
-    "kvferry.cluster.serving.membership",
     "kvferry.cluster.serving.outbox",
+    "kvferry.cluster.serving.rank",
     "kvferry.cluster.serving.legs",
     "kvferry.cluster.serving.router",
     "kvferry.cluster.store_watch",

@@ -14,9 +14,14 @@ from kvferry.cluster.sim.content import KnownContent
 from kvferry.cluster.sim.coordinators import Coordinators
 from kvferry.cluster.sim.faults import Faults, Profile
 from kvferry.cluster.sim.instances import Instance
-from kvferry.cluster.sim.members import identity_of
+from kvferry.cluster.sim.members import MemberPlan, identity_of
 from kvferry.cluster.sim.network import Network
-from kvferry.cluster.sim.population import LARGEST_BLOCK_HASHES, MAX_MODEL_LEN, Population
+from kvferry.cluster.sim.population import (
+    FIRST_WEIGHTS,
+    LARGEST_BLOCK_HASHES,
+    MAX_MODEL_LEN,
+    Population,
+)
 from kvferry.cluster.sim.routing import (
     AsyncCalls,
     AsyncCoordinator,
@@ -57,6 +62,8 @@ class Result:
     num_loaded_blocks: int
     num_crashes: int
     num_restarts: int
+    num_renewals: int
+    num_sharded_lives: int
     violation: str | None
 
 
@@ -99,13 +106,17 @@ class Simulation:
             pause_s=PAUSE_S,
         )
         self._loop: VirtualLoop | None = None
-        self._router: Router | None = None
+        # By the weights of their model; new requests go to the last one that can decode.
+        self._routers: dict[str, Router] = {}
+        self._weights = str(FIRST_WEIGHTS)
+        self._overlap = self.world.random.random() < 0.7
         self._faults = Faults(
             self.network,
             profile,
             processes=self._processes,
             coordinator=self.coordinators,
             victims=self.population.victims,
+            renew=self.population.renew,
         )
         self._is_done = False
 
@@ -144,10 +155,11 @@ class Simulation:
 
     def _processes(self) -> list[Process]:
         lives = [*self.population.lives.values(), *self.population.clients]
-        return [self.coordinators.process, *(life.process for life in lives)]
+        parts = [part.process for life in lives for part in life.parts]
+        return [self.coordinators.process, *parts]
 
     def _tell_router(self, instance: Instance) -> None:
-        while self._router is None or self._loop is None:
+        while self._loop is None or not self._routers:
             self.world.sleep(0.01)
         if not self.population.is_current(instance) or self._loop.is_closed():
             return
@@ -157,7 +169,15 @@ class Simulation:
             role=instance.plan.role,
             incarnation=instance.incarnation,
         )
-        self._loop.call_soon_threadsafe(self._router.join, instance.plan.instance_id, link)
+        self._loop.call_soon_threadsafe(self._join, calls, instance.plan, link)
+
+    def _join(self, calls: AsyncCalls, plan: MemberPlan, link: EngineLink) -> None:
+        weights = plan.identity.weight_version
+        if weights not in self._routers:
+            self._routers[weights] = self._new_router(calls, weights)
+        self._routers[weights].join(plan.instance_id, link)
+        if plan.role == "decode":
+            self._weights = max(self._weights, weights, key=int)
 
     def _route(self) -> None:
         self._loop = VirtualLoop(self.world)
@@ -166,30 +186,34 @@ class Simulation:
 
     async def _serve(self, loop: VirtualLoop) -> None:
         calls = AsyncCalls(self.network, loop, self._router_process)
-        self._router = Router(
+        self._routers[self._weights] = first = self._new_router(calls, self._weights)
+        await first.start()
+        await asyncio.sleep(1.0)
+        await self.workload.run(lambda: (self._routers[self._weights], self._weights))
+        for router in self._routers.values():
+            await router.close()
+
+    def _new_router(self, calls: AsyncCalls, weights: str) -> Router:
+        return Router(
             coordinator=AsyncCoordinator(calls, self.coordinators),
             engines={},
-            identity_digest=identity_of("inside").digest(),
+            identity_digest=identity_of("inside", int(weights)).digest(),
             scheme=self._scheme,
             settings=RouterSettings(
                 request_timeout_s=REQUEST_TIMEOUT_S,
                 handoff_ttl_s=HANDOFF_TTL_S,
                 min_prefill_hashes=1,
-                overlap=self.world.random.random() < 0.7,
+                overlap=self._overlap,
             ),
         )
-        await self._router.start()
-        await asyncio.sleep(1.0)
-        await self.workload.run(self._router)
-        await self._router.close()
 
     def _check(self, task: Task) -> None:
         service = self.coordinators.service()
         if service is None:
             return
-        lives = [one for one in self.population.lives.values() if one.process is task.process]
-        for life in lives:
-            check_residency(service, life, self._known, self.world.random)
+        for life in self.population.lives.values():
+            if any(part.process is task.process for part in life.parts):
+                check_residency(service, life, self._known, self.world.random)
 
 
 @contextmanager
@@ -214,7 +238,7 @@ def simulate(seed: int, num_steps: int, profile_name: str, profile: Profile) -> 
             violation = f"{type(error).__name__}: {error}"
     # A run that was cut short leaves its loop running, as far as asyncio knows.
     asyncio._set_running_loop(None)  # noqa: SLF001
-    outcomes, saves = simulation.workload.outcomes, simulation.population.saves
+    outcomes, population = simulation.workload.outcomes, simulation.population
     return Result(
         seed=seed,
         profile=profile_name,
@@ -224,10 +248,12 @@ def simulate(seed: int, num_steps: int, profile_name: str, profile: Profile) -> 
         num_given_up=outcomes.num_given_up,
         failures=outcomes.failures,
         remote_hit_tokens=outcomes.remote_hit_tokens,
-        num_saves=len(saves.ended_s),
-        num_resets=saves.num_resets,
-        num_loaded_blocks=saves.num_loaded_blocks,
-        num_crashes=simulation.population.num_crashes,
+        num_saves=sum(len(saves.ended_s) for saves in population.saves),
+        num_resets=sum(saves.num_resets for saves in population.saves),
+        num_loaded_blocks=sum(saves.num_loaded_blocks for saves in population.saves),
+        num_crashes=population.num_crashes,
         num_restarts=simulation.coordinators.num_restarts,
+        num_renewals=population.num_renewals,
+        num_sharded_lives=population.num_sharded_lives,
         violation=violation,
     )

@@ -1,6 +1,7 @@
 """Requests that share prefixes, some given up half-way, and what must come of each."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -61,10 +62,14 @@ class Workload:
         ]
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self, router: Router) -> None:
-        """Send requests, and return when all have ended after `is_over` was set."""
+    async def run(self, present: Callable[[], tuple[Router, str]]) -> None:
+        """Send requests, and return when all have ended after `is_over` was set.
+
+        Args:
+            present: returns the router that takes them now, and the weights of its model.
+        """
         while not self.is_over:
-            task = asyncio.create_task(self._one(router, self._next()))
+            task = asyncio.create_task(self._one(*present(), self._next()))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             await asyncio.sleep(self._random.expovariate(1.0 / self._pause_s))
@@ -87,10 +92,10 @@ class Workload:
             keys=keys,
         )
 
-    async def _one(self, router: Router, request: EngineRequest) -> None:
+    async def _one(self, router: Router, weights: str, request: EngineRequest) -> None:
         outcomes, max_tokens = self.outcomes, request.sampling.max_tokens
-        answer = answer_of(request.prompt_token_ids, request.keys, max_tokens)
-        self._known.learn([*request.prompt_token_ids, *answer], request.keys)
+        answer = answer_of(request.prompt_token_ids, request.keys, weights, max_tokens)
+        self._known.learn([*request.prompt_token_ids, *answer], request.keys, weights)
         outcomes.in_flight.add(request.request_id)
         gives_up_s = (
             self._random.random() * 2 * self._pause_s if self._random.random() < GIVEN_UP else None
