@@ -44,12 +44,14 @@ def check_residency(
             known.require(cells, life.plan.identity.weight_version, block_id, block_hash)
 
 
-def check_rest(service: CoordinatorService, lives: Mapping[InstanceId, Member]) -> None:
+def check_rest(service: CoordinatorService | None, lives: Mapping[InstanceId, Member]) -> None:
     """Nothing is held once everything has ended.
 
     Raises:
-        InvariantError: naming what is.
+        InvariantError: naming what is, or there is no coordinator.
     """
+    if service is None:
+        raise InvariantError("the coordinator has not started")
     state = service.state
     held: Sequence[object] = [
         *(lease.lease_id for lease in state.leases.live()),

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry.cluster.serving.legs import EngineLink
 from kvferry.cluster.serving.router import Router, RouterSettings
@@ -41,6 +42,9 @@ REQUEST_TIMEOUT_S = 60.0
 HANDOFF_TTL_S = 10.0
 QUIET_S = 400.0
 """So long everything may take to come to its end once nothing goes wrong any more."""
+
+LOOK_S = 1.0
+"""So often is asked then whether anything is still held."""
 
 PAUSE_S = 0.15
 
@@ -145,11 +149,24 @@ class Simulation:
                 given=sorted(self.workload.outcomes.in_flight),
                 allowed=f"{QUIET_S:g} s",
             )
-        rest_s = world.now_s + LEASE_CAP_S + 1.0
-        world.run(until=lambda: world.now_s > rest_s)
-        service = self.coordinators.service()
-        assert service is not None
-        check_rest(service, self.population.lives)
+        self._come_to_rest(world.now_s + LEASE_CAP_S + 1.0)
+
+    def _come_to_rest(self, end_s: float) -> None:
+        """Wait until nothing is held.
+
+        Raises:
+            InvariantError: what is, at the end.
+        """
+        world = self.world
+        while True:
+            world.run(until=partial(world.is_later_than, world.now_s + LOOK_S))
+            try:
+                check_rest(self.coordinators.service(), self.population.lives)
+            except InvariantError:
+                if world.now_s > end_s:
+                    raise
+            else:
+                return
 
     # --- processes ---------------------------------------------------------------------------
 
