@@ -10,8 +10,10 @@ import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from importlib.metadata import version
 
+from kvferry.cluster.store_watch import StoreWatch
 from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.control_server import ControlServer
 from kvferry.coordinator.registry import ProcessRegistry
@@ -24,6 +26,23 @@ from kvferry.worker.actor import StoreConfig, WorkerActor
 from kvferry.worker.model.loading import inspect_model
 
 
+@dataclass(frozen=True)
+class Member:
+    """The store as its heartbeat sees it."""
+
+    store: WorkerActor
+    info: InstanceInfo
+    coordinator: CoordinatorActor
+
+    def beat(self) -> None:
+        """Tell the coordinator that the store lives."""
+        self.store.beat(self.coordinator.call)
+
+    def come_back(self) -> None:
+        """Register again with all that the store holds."""
+        self.store.come_back(self.coordinator.call, self.info)
+
+
 def parse_arguments() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description="One coordinator and one store, without Ray.")
@@ -34,8 +53,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start(args: argparse.Namespace, coordinator: CoordinatorActor, store: WorkerActor) -> None:
-    """Start the store, register it, and make it take what clients send.
+def start(args: argparse.Namespace, coordinator: CoordinatorActor, store: WorkerActor) -> Member:
+    """Start the store, register it, make it take what clients send, and return it.
 
     Raises:
         KvferryError: the model or an option is not usable.
@@ -64,6 +83,7 @@ def start(args: argparse.Namespace, coordinator: CoordinatorActor, store: Worker
     )
     coordinator.call(RegisterInstance(call_id="register store-0", info=info))
     store.set_coordinator(coordinator.call, epoch)
+    return Member(store, info, coordinator)
 
 
 def main() -> int:
@@ -74,8 +94,11 @@ def main() -> int:
     scheme = make_scheme(hash_block_tokens=args.block_tokens)
     coordinator, store = CoordinatorActor(scheme=scheme, registry=ProcessRegistry()), WorkerActor()
     front: ControlServer | None = None
+    watch: StoreWatch | None = None
     try:
-        start(args, coordinator, store)
+        member = start(args, coordinator, store)
+        # A member that is not heard is forgotten.
+        watch = StoreWatch(lambda: [member])
         front = ControlServer(coordinator.call, bind="127.0.0.1", port=args.port, insecure=False)
         print(f"control front: {front.address}", flush=True)
         signal.pause()
@@ -87,6 +110,8 @@ def main() -> int:
     finally:
         if front is not None:
             front.stop()
+        if watch is not None:
+            watch.stop()
         store.stop()
         coordinator.stop()
     return 0

@@ -57,6 +57,9 @@ class TakingStore:
         self.coordinator = CoordinatorActor(
             scheme=make_scheme(hash_block_tokens=BLOCK_TOKENS),
             registry=ProcessRegistry(),
+            # The store has no heartbeat.
+            suspect_after_s=600.0,
+            dead_after_s=600.0,
             check_invariants=True,
         )
         self.coordinator.start()

@@ -60,7 +60,14 @@ def running_client_service(
 ) -> Iterator[ClientService]:
     """A service of one store; invariants are checked at every call."""
     scheme = make_scheme(hash_block_tokens=BLOCK_TOKENS)
-    coordinator = CoordinatorActor(scheme=scheme, registry=ProcessRegistry(), check_invariants=True)
+    # Its workers have no heartbeat.
+    coordinator = CoordinatorActor(
+        scheme=scheme,
+        registry=ProcessRegistry(),
+        suspect_after_s=600.0,
+        dead_after_s=600.0,
+        check_invariants=True,
+    )
     coordinator.start()
     front = ControlServer(
         coordinator.call, bind="127.0.0.1", port=0, insecure=False, credentials=credentials

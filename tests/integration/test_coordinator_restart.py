@@ -75,7 +75,7 @@ def serve_during(service: TokenService, asked: EngineRequest, do: Callable[[], N
 def cached(service: TokenService, name: str) -> int:
     """Blocks that can be found at an instance; 0 if it is no member."""
     found = [i for i in service.description().instances if i.info.instance_id == name]
-    return sum(i.num_cached_blocks for i in found if not i.returning)
+    return sum(i.num_cached_blocks for i in found if i.state == "live")
 
 
 def test_running_requests_lose_nothing_and_what_they_leave_is_found(service: TokenService) -> None:

@@ -108,7 +108,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 
 def num_back(ferry: Ferry) -> int:
-    return sum(not one.returning for one in ferry.describe().instances)
+    return sum(one.state == "live" for one in ferry.describe().instances)
 
 
 def test_what_was_stored_is_found_and_fetched_in_the_coordinators_next_life(

@@ -161,7 +161,7 @@ async def all_back(service: TokenService, epoch: int) -> None:
         try:
             described = await service.call(Describe(), timeout_s=TIMEOUT_S)
             assert isinstance(described, Description)
-            members = [one for one in described.instances if not one.returning]
+            members = [one for one in described.instances if one.state == "live"]
             if len(members) == len(service.instances):
                 assert described.epoch == epoch
                 return

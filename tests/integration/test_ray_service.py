@@ -154,7 +154,7 @@ def describe(service: RayService) -> Description:
 
 def members(description: Description) -> dict[str, KvEventsPlace | None]:
     """Who has told everything, and where the KV events of each are."""
-    return {i.info.instance_id: i.kv_events for i in description.instances if not i.returning}
+    return {i.info.instance_id: i.kv_events for i in description.instances if i.state == "live"}
 
 
 def held() -> tuple[list[str], int, dict[str, float]]:

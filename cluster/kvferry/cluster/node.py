@@ -20,15 +20,16 @@ from kvferry.cluster.engine_roll import EngineRoll
 from kvferry.cluster.moving_address import FindAddress, MovingAddress
 from kvferry.cluster.node_config import NodeConfig
 from kvferry.cluster.node_server import NodeServer
-from kvferry.cluster.store_watch import StoreWatch
+from kvferry.cluster.store_watch import BEAT_TIMEOUT_S, StoreWatch
 from kvferry.proto.bind import reachable_address
 from kvferry.proto.errors import DeadlineError, KvferryError, ResourcesError, UnavailableError
 from kvferry.proto.identity import Identity
-from kvferry.proto.ids import Epoch, Incarnation, InstanceId
+from kvferry.proto.ids import Incarnation, InstanceId
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import (
     Describe,
     Description,
+    Heard,
     InstanceInfo,
     Registered,
     RegisterInstance,
@@ -37,7 +38,6 @@ from kvferry.proto.messages import (
 )
 from kvferry.proto.scheme import HashScheme
 from kvferry.worker.actor import StoreConfig, WorkerActor
-from kvferry.worker.coordinator_reserver import Call
 
 CALL_TIMEOUT_S = 10.0
 STOP_CALL_TIMEOUT_S = 1.0
@@ -51,15 +51,16 @@ _log = logging.getLogger(__name__)
 class _Store:
     worker: WorkerActor
     info: InstanceInfo
-    call: Call
+    coordinator: CoordinatorClient
 
-    def is_known(self, epoch: Epoch) -> bool:
-        """See `WatchedStore.is_known`."""
-        return self.worker.is_known(epoch)
+    def beat(self) -> Heard:
+        """See `WatchedStore.beat`."""
+        return self.worker.beat(partial(self.coordinator.call, timeout_s=BEAT_TIMEOUT_S))
 
     def come_back(self) -> None:
         """See `WatchedStore.come_back`."""
-        num_blocks = self.worker.come_back(self.call, self.info)
+        call = partial(self.coordinator.call, timeout_s=CALL_TIMEOUT_S)
+        num_blocks = self.worker.come_back(call, self.info)
         _log.info("%s has come back with %d blocks", self.info.instance_id, num_blocks)
 
     @property
@@ -114,7 +115,7 @@ class StoreNode:
         with self._lock:
             place = MovingAddress(config.coordinator, self._find_coordinator)
             self._front = NodeServer(self, config, place)
-            self._watch = StoreWatch(self._control_client(), lambda: list(self._stores.values()))
+            self._watch = StoreWatch(lambda: list(self._stores.values()))
             self._scheme = description.scheme
         return self.front_address()
 
@@ -224,15 +225,15 @@ class StoreNode:
                 rank_pids=(started.pid,),
                 version=version("kvferry"),
             )
-            call = partial(self._coordinator.call, timeout_s=CALL_TIMEOUT_S)
-            self._register(worker, info, call)
+            self._register(worker, info)
         except BaseException:
             worker.stop()
             raise
         _log.info("%s holds %d blocks for %s", info.instance_id, info.num_blocks, identity.model)
-        return _Store(worker=worker, info=info, call=call)
+        return _Store(worker=worker, info=info, coordinator=self._coordinator)
 
-    def _register(self, worker: WorkerActor, info: InstanceInfo, call: Call) -> None:
+    def _register(self, worker: WorkerActor, info: InstanceInfo) -> None:
+        call = partial(self._coordinator.call, timeout_s=CALL_TIMEOUT_S)
         command = RegisterInstance(call_id=f"{info.instance_id}/{info.incarnation}", info=info)
         try:
             registered = expect(call(command), Registered)

@@ -1,41 +1,33 @@
-"""Brings the stores of a node back to a coordinator that does not know them any more."""
+"""The heartbeat of a node's stores; brings those back that the coordinator does not know."""
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from kvferry.proto.errors import KvferryError
-from kvferry.proto.ids import Epoch
-from kvferry.proto.messages import Command, Locate, Located, Reply
+from kvferry.proto.errors import KvferryError, NotRegisteredError
 
 WATCH_S = 1.0
-"""How often the coordinator is asked which life it is in."""
+"""So often each store is heard."""
+
+BEAT_TIMEOUT_S = 2.0
+"""A heartbeat that is not answered by then was lost; the next one follows."""
 
 STOP_TIMEOUT_S = 1.0
-_NOBODY = bytes(32)
 
 _log = logging.getLogger(__name__)
-
-
-_R = TypeVar("_R", bound=Reply)
-
-
-class Asker(Protocol):
-    """What the watch needs of a `ControlClient`."""
-
-    def ask(self, command: Command, expected: type[_R]) -> _R:
-        """Return the coordinator's reply."""
-
-    def close(self) -> None:
-        """Ask no more."""
 
 
 class WatchedStore(Protocol):
     """A registered store."""
 
-    def is_known(self, epoch: Epoch) -> bool:
-        """Tell whether the coordinator of that epoch knows the store."""
+    def beat(self) -> object:
+        """Tell the coordinator that the store lives; returns within `BEAT_TIMEOUT_S`.
+
+        Raises:
+            NotRegisteredError: the store has to come back.
+            KvferryError: the coordinator does not answer, or refused.
+        """
 
     def come_back(self) -> None:
         """Register again with all that is held.
@@ -46,18 +38,13 @@ class WatchedStore(Protocol):
 
 
 class StoreWatch:
-    """Watches from construction to `stop`, in a thread of its own.
-
-    A store that takes something learns from the coordinator that it is not known; one that only
-    serves would not, so the watch asks.
+    """Works from construction to `stop`, in a thread of its own.
 
     Args:
-        client: asks the coordinator; closed at the end.
         stores: returns those there are.
     """
 
-    def __init__(self, client: Asker, stores: Callable[[], Sequence[WatchedStore]]) -> None:
-        self._client = client
+    def __init__(self, stores: Callable[[], Sequence[WatchedStore]]) -> None:
         self._stores = stores
         self._is_over = False
         self._wake = threading.Event()
@@ -73,27 +60,23 @@ class StoreWatch:
         self._is_over = True
         self._wake.set()
         self._thread.join(STOP_TIMEOUT_S)
-        self._client.close()
 
     def _run(self) -> None:
         while not self._is_over:
             self._wake.wait(WATCH_S)
             self._wake.clear()
-            try:
-                self._look()
-            except Exception as error:  # nobody else would bring the stores back
-                _log.warning("the node's stores cannot be looked after now: %s", error)
+            for store in self._stores():
+                if not self._is_over:
+                    _look_after(store)
 
-    def _look(self) -> None:
-        stores = self._stores()
-        if self._is_over or not stores:
-            return
-        # Of no hashes and an identity that nobody has: it tells the epoch at next to no cost.
-        asked = Locate(identity_digest=_NOBODY, hashes=())
-        epoch = self._client.ask(asked, Located).epoch
-        for store in stores:
-            if not store.is_known(epoch):
-                try:
-                    store.come_back()
-                except KvferryError as error:
-                    _log.warning("a store could not come back yet: %s", error)
+
+def _look_after(store: WatchedStore) -> None:
+    try:
+        try:
+            store.beat()
+        except NotRegisteredError:
+            store.come_back()
+    except KvferryError as error:
+        _log.warning("a store is not heard now: %s", error)
+    except Exception:  # nobody else would look after the other stores
+        _log.exception("a store cannot be looked after")

@@ -14,6 +14,7 @@ from typing import Protocol
 from kvferry.coordinator.pool_events import PoolEvent
 from kvferry.coordinator.registry import Memory, Registry
 from kvferry.coordinator.service import CoordinatorService
+from kvferry.coordinator.silence import DEAD_AFTER_S, SUSPECT_AFTER_S
 from kvferry.proto.errors import UnavailableError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import Epoch, InstanceId
@@ -86,8 +87,8 @@ class CoordinatorActor:
 
     Args:
         registry: what this life takes over from earlier ones, and leaves to later ones.
-        scheme, expected_identity, lease_cap_s, step_lease_s, sample_block_every,
-            check_invariants: as `CoordinatorService`.
+        scheme, expected_identity, lease_cap_s, step_lease_s, suspect_after_s, dead_after_s,
+            sample_block_every, check_invariants: as `CoordinatorService`.
         tick_interval_s: how often deadlines are looked at when no command comes.
 
     """
@@ -100,6 +101,8 @@ class CoordinatorActor:
         expected_identity: Identity | None = None,
         lease_cap_s: float = 300.0,
         step_lease_s: float = 60.0,
+        suspect_after_s: float = SUSPECT_AFTER_S,
+        dead_after_s: float = DEAD_AFTER_S,
         sample_block_every: int | None = None,
         check_invariants: bool = False,
         tick_interval_s: float = 0.5,
@@ -111,6 +114,8 @@ class CoordinatorActor:
             expected_identity=expected_identity,
             lease_cap_s=lease_cap_s,
             step_lease_s=step_lease_s,
+            suspect_after_s=suspect_after_s,
+            dead_after_s=dead_after_s,
             sample_block_every=sample_block_every,
             check_invariants=check_invariants,
         )

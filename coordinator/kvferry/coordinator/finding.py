@@ -17,7 +17,7 @@ from kvferry.proto.messages import (
 
 
 def locate(state: ServiceState, command: Locate) -> Located:
-    """Return all instances of the identity with what each can serve of the prefix."""
+    """Return the instances of the identity with what each can serve of the prefix."""
     holders = tuple(
         Holder(
             source=instance.source,
@@ -28,7 +28,12 @@ def locate(state: ServiceState, command: Locate) -> Located:
         )
         for instance, num_hashes in state.holders(command.identity_digest, command.hashes)
     )
-    return Located(epoch=state.epoch, holders=holders)
+    avoid = sorted(
+        instance_id
+        for instance_id, instance in state.instances.items()
+        if instance.is_suspect and instance.identity_digest == command.identity_digest
+    )
+    return Located(epoch=state.epoch, holders=holders, avoid=tuple(avoid))
 
 
 def lease_command(

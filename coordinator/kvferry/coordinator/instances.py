@@ -19,7 +19,7 @@ from kvferry.proto.ids import (
     RequestId,
 )
 from kvferry.proto.instance_stats import InstanceStats
-from kvferry.proto.messages import InstanceInfo
+from kvferry.proto.messages import InstanceInfo, InstanceState
 from kvferry.proto.shared_chain import hashes_per_block
 from kvferry.proto.step_messages import AdmitAsk, Source
 
@@ -84,6 +84,7 @@ class Instance:
 
     `returning_as`: the call_id of the registration by which it comes back; None as soon as it has
     told all that it holds. `num_resets`: how often the identity of a store was ever reset.
+    `heard_s` and `is_suspect` are kept by `Silence`.
 
     `requests` holds running and loading requests; `loads` those of them whose blocks are still
     being fetched, oldest first. `followers` wait for a prefill elsewhere. `sampler`, if any,
@@ -124,11 +125,20 @@ class Instance:
         self.reservations: dict[LeaseId, Reservation] = {}
         self.num_resets = 0
         self.returning_as: str | None = None
+        self.heard_s = 0.0
+        self.is_suspect = False
 
     @property
     def source(self) -> Source:
         """Where blocks of this instance can be fetched."""
         return self.info.source
+
+    @property
+    def state(self) -> InstanceState:
+        """What others may expect of it now."""
+        if self.is_suspect:
+            return "suspect"
+        return "live" if self.returning_as is None else "returning"
 
     @property
     def num_requests(self) -> int:

@@ -38,6 +38,7 @@ def check(service: CoordinatorService) -> None:
         _check_flights(instance)
         _check_accounts(instance)
     _check_promises(state)
+    _check_silence(state)
 
 
 def _require_equal(what: str, found: object, must_be: object) -> None:
@@ -178,3 +179,20 @@ def _check_promises(state: ServiceState) -> None:
             _require_equal(
                 f"handoff of {request_id}: {side} is live", side in state.instances, True
             )
+
+
+def _check_silence(state: ServiceState) -> None:
+    """Members are heard in time, and suspects are those who are late."""
+    silence = state.silence
+    for instance_id, instance in state.instances.items():
+        silent_s = silence.of(instance)
+        _require_equal(
+            f"{instance_id}: silent for 0 s and less than {silence.dead_after_s:g} s",
+            0.0 <= silent_s < silence.dead_after_s,
+            True,
+        )
+        _require_equal(
+            f"{instance_id}: a suspect after {silent_s:g} s",
+            instance.is_suspect,
+            silent_s >= silence.suspect_after_s,
+        )

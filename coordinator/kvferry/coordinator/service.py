@@ -10,7 +10,7 @@ from kvferry.coordinator import invariants
 from kvferry.coordinator.block_sampling import BlockSampler, require_sample_every
 from kvferry.coordinator.event_snapshot import snapshot_events
 from kvferry.coordinator.finding import lease_command, locate
-from kvferry.coordinator.handoff import Handoff, HandoffEvent
+from kvferry.coordinator.handing_over import close_handoff, open_handoff
 from kvferry.coordinator.held import held_of
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.leases import require_ttl
@@ -18,6 +18,7 @@ from kvferry.coordinator.pool_events import Cleared, PoolEvent
 from kvferry.coordinator.registration import check_registration, require_same_member
 from kvferry.coordinator.resetting import reset_identity
 from kvferry.coordinator.restoring import restore_blocks, restore_requests
+from kvferry.coordinator.silence import DEAD_AFTER_S, SUSPECT_AFTER_S, Silence
 from kvferry.coordinator.state import InstanceEvents, ServiceState
 from kvferry.coordinator.step import apply_step
 from kvferry.coordinator.storing import end_reservation, expire_reservations, reserve
@@ -27,7 +28,7 @@ from kvferry.proto.errors import (
     RestoringError,
     StaleError,
 )
-from kvferry.proto.identity import Identity, require_equal_identities
+from kvferry.proto.identity import Identity
 from kvferry.proto.ids import Epoch, Incarnation, InstanceId
 from kvferry.proto.messages import (
     AcquireLease,
@@ -38,6 +39,8 @@ from kvferry.proto.messages import (
     Done,
     Effect,
     EndReservation,
+    Heard,
+    Heartbeat,
     InstanceStatus,
     Locate,
     MemberCommand,
@@ -72,6 +75,8 @@ class CoordinatorService:
         expected_identity: the only identity that may join; None admits any.
         lease_cap_s: longest life of a lease, renewals included.
         step_lease_s: how long the source of a load is leased.
+        suspect_after_s, dead_after_s: how long a member may be silent before nothing new is asked
+            of it, and before it is forgotten.
         sample_block_every: follow every n-th block that a pool hands out; None: none.
         tells_pool_events: keep what the pools do until `take_pool_events` is called, as must be
             done after every command; engines are asked to tell their requests' content.
@@ -88,6 +93,8 @@ class CoordinatorService:
         expected_identity: Identity | None = None,
         lease_cap_s: float = 300.0,
         step_lease_s: float = 60.0,
+        suspect_after_s: float = SUSPECT_AFTER_S,
+        dead_after_s: float = DEAD_AFTER_S,
         sample_block_every: int | None = None,
         tells_pool_events: bool = False,
         check_invariants: bool = False,
@@ -105,7 +112,11 @@ class CoordinatorService:
         self.scheme = scheme
         self.epoch = epoch
         self.state = ServiceState(
-            epoch, lease_cap_s, resets=resets, tells_pool_events=tells_pool_events
+            epoch,
+            lease_cap_s,
+            silence=Silence(suspect_after_s, dead_after_s),
+            resets=resets,
+            tells_pool_events=tells_pool_events,
         )
         self._wants_content = tells_pool_events
         self._expected_identity = expected_identity
@@ -121,11 +132,15 @@ class CoordinatorService:
 
         Raises:
             KvferryError: the command is refused; it has changed nothing then, except that what was
-                past its deadline has ended.
+                past its deadline has ended and that its sender was heard.
 
         """
         self.state.moment.now_s = now
-        expired = self.state.expire(now) | expire_reservations(self.state, now)
+        expired = (
+            self.state.end_silent(now)
+            | self.state.expire(now)
+            | expire_reservations(self.state, now)
+        )
         reply = self._remembered(command)
         if reply is None:
             reply = Done(changed=expired) if isinstance(command, Tick) else self._run(command, now)
@@ -184,14 +199,23 @@ class CoordinatorService:
     def _run(self, command: Command, now: float) -> Reply:
         reply: Reply
         match command:
-            case Step() | Reserve() | EndReservation() | RestoreBlocks() | RestoreRequests():
+            case (
+                Step()
+                | Heartbeat()
+                | Reserve()
+                | EndReservation()
+                | RestoreBlocks()
+                | RestoreRequests()
+            ):
                 reply = self._member(command, now)
             case RegisterInstance() | RemoveInstance():
                 reply = self._membership(command)
             case AcquireLease() | RenewLease() | ReleaseLease():
                 reply = lease_command(self.state, command, now)
-            case OpenHandoff() | CloseHandoff():
-                reply = self._handoff(command, now)
+            case OpenHandoff():
+                reply = open_handoff(self.state, command, now)
+            case CloseHandoff():
+                reply = close_handoff(self.state, command)
             case ResetIdentity():
                 reply = reset_identity(self.state, command)
             case Locate():
@@ -232,6 +256,7 @@ class CoordinatorService:
             if info.incarnation == known.info.incarnation:
                 require_same_member(known.info, info)
                 if not command.returning:
+                    self.state.hear(known)
                     return self._registered(known)
             self.state.remove_instance(info.instance_id)
             self.state.note(
@@ -277,6 +302,9 @@ class CoordinatorService:
                 "unknown instance", given=command.instance_id, allowed=sorted(self.state.instances)
             )
         self._require_incarnation(instance, command.incarnation)
+        self.state.hear(instance)
+        if isinstance(command, Heartbeat):
+            return instance
         if isinstance(command, RestoreBlocks | RestoreRequests):
             if command.registration != instance.returning_as:
                 raise NotRegisteredError(
@@ -295,6 +323,8 @@ class CoordinatorService:
     def _member(self, command: MemberCommand, now: float) -> Reply:
         instance = self._sender(command)
         match command:
+            case Heartbeat():
+                return Heard()
             case RestoreBlocks():
                 return restore_blocks(instance, command)
             case RestoreRequests():
@@ -307,33 +337,6 @@ class CoordinatorService:
                 return apply_step(
                     self.state, instance, command, now=now, step_lease_s=self._step_lease_s
                 )
-
-    # --- handoffs ----------------------------------------------------------------------------
-
-    def _handoff(self, command: OpenHandoff | CloseHandoff, now: float) -> Done:
-        open_one = self.state.handoffs.get(command.request_id)
-        if isinstance(command, CloseHandoff):
-            if open_one is None:
-                return Done(changed=False)
-            self.state.move_handoff(open_one, HandoffEvent.FINISHED)
-            return Done(changed=True)
-        require_ttl("ttl_s", command.ttl_s)
-        prefill = self.state.instance(command.prefill_instance)
-        decode = self.state.instance(command.decode_instance)
-        require_equal_identities(
-            prefill.info.identity, decode.info.identity, who=decode.info.instance_id
-        )
-        if open_one is not None:
-            # The router has sent the request elsewhere: nobody waits for the old one any more.
-            self.state.move_handoff(open_one, HandoffEvent.FAILED)
-            self.state.note("handoff_replaced", f"handoff of request {command.request_id}")
-        self.state.handoffs[command.request_id] = Handoff(
-            request_id=command.request_id,
-            prefill_instance=command.prefill_instance,
-            decode_instance=command.decode_instance,
-            deadline_s=now + min(command.ttl_s, self.state.leases.cap_s),
-        )
-        return Done(changed=True)
 
     # --- looking in --------------------------------------------------------------------------
 
@@ -357,7 +360,7 @@ class CoordinatorService:
             num_requests=instance.num_requests,
             stats=instance.stats(),
             held=held_of(instance, self.state.leases),
-            returning=instance.returning_as is not None,
+            state=instance.state,
         )
 
 

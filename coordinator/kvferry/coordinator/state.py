@@ -14,6 +14,7 @@ from kvferry.coordinator.leases import Lease, LeaseTable
 from kvferry.coordinator.location_index import LocationIndex
 from kvferry.coordinator.pool_events import Cleared, PoolEvent
 from kvferry.coordinator.prefix_rules import PrefixRule
+from kvferry.coordinator.silence import Silence
 from kvferry.proto.errors import InvariantError, NotFoundError
 from kvferry.proto.ids import (
     BlockHash,
@@ -42,6 +43,8 @@ COUNTERS = (
     "handoffs_without_taker",
     "resets",
     "returns",
+    "suspects",
+    "deaths",
     "ignored_messages",
 )
 
@@ -57,6 +60,7 @@ class ServiceState:
         epoch: Epoch,
         lease_cap_s: float,
         *,
+        silence: Silence,
         resets: Mapping[bytes, int],
         tells_pool_events: bool,
     ) -> None:
@@ -65,6 +69,7 @@ class ServiceState:
         Args:
             epoch: this life of the coordinator.
             lease_cap_s: the longest time to live that a lease gets, in seconds.
+            silence: which counts that of the members.
             resets: how often each identity was ever reset, by its digest.
             tells_pool_events: somebody takes them after each command.
 
@@ -74,6 +79,7 @@ class ServiceState:
         """
         self.epoch = epoch
         self.moment = Moment()
+        self.silence = silence
         self.instances: dict[InstanceId, Instance] = {}
         self.index = LocationIndex()
         self.leases = LeaseTable(epoch, lease_cap_s)
@@ -107,6 +113,7 @@ class ServiceState:
         self._tell(instance.info.instance_id, [Cleared()])
         if instance.info.role == "store":
             instance.num_resets = self.resets[instance.identity_digest]
+        self.silence.hear(instance)
         self.instances[instance.info.instance_id] = instance
         self.index.join(
             instance.info.instance_id, instance.identity_digest, instance.hashes_per_block
@@ -123,6 +130,29 @@ class ServiceState:
         del self.instances[instance_id]
         self.index.leave(instance_id)
         self._tell(instance_id, [Cleared()])
+
+    def hear(self, instance: Instance) -> None:
+        """Take note that a member lives."""
+        if self.silence.hear(instance):
+            self.note("instance_heard", f"{instance.info.instance_id} is no suspect any more")
+
+    def end_silent(self, now: float) -> bool:
+        """Forget who was not heard for too long, and tell whether there was anybody.
+
+        Args:
+            now: seconds on the clock of all commands.
+
+        """
+        suspects, dead = self.silence.pass_time(now, self.instances)
+        for instance in suspects:
+            self.counters["suspects"] += 1
+            self.note("instance_suspected", f"{instance.info.instance_id} was not heard lately")
+        for instance in dead:
+            self.counters["deaths"] += 1
+            silent_s = self.silence.of(instance)
+            self.remove_instance(instance.info.instance_id)
+            self.note("instance_died", f"{instance.info.instance_id}: silent for {silent_s:.1f} s")
+        return bool(dead)
 
     def follow_pools(self) -> None:
         """Bring the location index, and whoever takes the events, up to date with every pool."""
@@ -152,9 +182,13 @@ class ServiceState:
         """Return the instances of an identity with the hashes of the prefix that each can serve.
 
         They are for whoever takes single hashes of the chain, as clients do. Longest prefix first,
-        then fewest requests, then id.
+        then fewest requests, then id; no suspects.
         """
-        members = [i for i in self.instances.values() if i.identity_digest == identity_digest]
+        members = [
+            instance
+            for instance in self.instances.values()
+            if instance.identity_digest == identity_digest and not instance.is_suspect
+        ]
         if not members:
             return []
         rules = members[0].rules_of_hashes
@@ -174,8 +208,8 @@ class ServiceState:
         """Return the other instance that can serve most of the prefix, and how many hashes.
 
         They are whole blocks of `instance`, and at most the first `max_hashes` of `hashes`. Of
-        several with as many, the one with the fewest requests, then the first by id; none of
-        `without`.
+        several with as many, the one with the fewest requests, then the first by id; no suspects,
+        and none of `without`.
         """
         lengths = self.index.longest_usable(
             instance.identity_digest, hashes, instance.rules, max_hashes
@@ -185,7 +219,7 @@ class ServiceState:
             peer = self.instances[instance_id]
             if best is not None and length < best[1]:
                 break
-            if instance_id in without:
+            if instance_id in without or peer.is_suspect:
                 continue
             if peer is not instance and (best is None or _load_of(peer) < _load_of(best[0])):
                 best = (peer, length)

@@ -24,6 +24,7 @@ from kvferry.proto.messages import (
     Done,
     Forgotten,
     Holder,
+    InstanceState,
     Leased,
     Locate,
     Located,
@@ -120,6 +121,17 @@ def role_from_pb(text: str) -> Role:
     if text not in get_args(Role):
         raise BadInputError("unknown role", given=text, allowed=list(get_args(Role)))
     return cast("Role", text)
+
+
+def state_from_pb(text: str) -> InstanceState:
+    """Return the state of an instance.
+
+    Raises:
+        BadInputError: one this version does not know.
+    """
+    if text not in get_args(InstanceState):
+        raise BadInputError("unknown state", given=text, allowed=list(get_args(InstanceState)))
+    return cast("InstanceState", text)
 
 
 def _digest_from_pb(data: bytes) -> bytes:
@@ -254,7 +266,7 @@ def located_to_pb(reply: Located) -> pb.LocateReply:
         )
         for holder in reply.holders
     ]
-    return pb.LocateReply(epoch=reply.epoch, holders=holders)
+    return pb.LocateReply(epoch=reply.epoch, holders=holders, avoid=reply.avoid)
 
 
 def located_from_pb(message: pb.LocateReply) -> Located:
@@ -273,7 +285,8 @@ def located_from_pb(message: pb.LocateReply) -> Located:
         )
         for holder in message.holders
     )
-    return Located(epoch=Epoch(message.epoch), holders=holders)
+    avoid = tuple(InstanceId(name) for name in message.avoid)
+    return Located(epoch=Epoch(message.epoch), holders=holders, avoid=avoid)
 
 
 def leased_to_pb(reply: Leased) -> pb.LeaseReply:

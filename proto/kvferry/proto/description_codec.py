@@ -6,6 +6,7 @@ from kvferry.proto.control_codec import (
     scheme_to_pb,
     source_from_pb,
     source_to_pb,
+    state_from_pb,
 )
 from kvferry.proto.identity import identity_from_cbor, identity_to_cbor
 from kvferry.proto.ids import Epoch
@@ -30,7 +31,7 @@ def description_from_pb(message: pb.DescribeReply) -> Description:
     """Translate `Description` back.
 
     Raises:
-        BadInputError: a scheme, role or identity this version does not know.
+        BadInputError: a scheme, role, state or identity this version does not know.
     """
     return Description(
         epoch=Epoch(message.epoch),
@@ -61,7 +62,7 @@ def _instance_to_pb(status: InstanceStatus) -> pb.Instance:
         num_requests=status.num_requests,
         stats=stats_to_pb(status.stats),
         held=held_to_pb(status.held),
-        returning=status.returning,
+        state=status.state,
         kv_events=None if status.kv_events is None else _place_to_pb(status.kv_events),
     )
 
@@ -91,7 +92,7 @@ def _instance_from_pb(message: pb.Instance) -> InstanceStatus:
         num_requests=message.num_requests,
         stats=stats_from_pb(message.stats),
         held=held_from_pb(message.held),
-        returning=message.returning,
+        state=state_from_pb(message.state),
         kv_events=_place_from_pb(message.kv_events) if message.HasField("kv_events") else None,
     )
 

@@ -32,6 +32,8 @@ from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import Source, Step, StepReply
 
 Role = Literal["prefill", "decode", "store"]
+InstanceState = Literal["live", "returning", "suspect"]
+"""`returning`: it has not told all that it holds. `suspect`: it was not heard for a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,20 @@ class RemoveInstance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """The instance lives. Repeating is harmless, so it needs no `call_id`."""
+
+    epoch: Epoch
+    instance_id: InstanceId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """The instance is known, and was heard at this moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     """A command took effect (`changed`) or had already (`not changed`)."""
 
@@ -140,10 +156,14 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """All live instances of the identity, longest prefix first, then fewest requests, then id."""
+    """All live instances of the identity, longest prefix first, then fewest requests, then id.
+
+    `avoid`: those of the identity that should get no new requests. Suspects are no holders.
+    """
 
     epoch: Epoch
     holders: tuple[Holder, ...]
+    avoid: tuple[InstanceId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +311,6 @@ class InstanceStatus:
     """One instance as the coordinator sees it now; counts in blocks, null block not counted.
 
     `kv_events` is None where there are none, or where they are sent to a reader that listens.
-    One that is `returning` has not told all that it holds.
     """
 
     info: InstanceInfo
@@ -301,7 +320,7 @@ class InstanceStatus:
     num_requests: int
     stats: InstanceStats
     held: Held
-    returning: bool = False
+    state: InstanceState = "live"
     kv_events: KvEventsPlace | None = None
 
 
@@ -322,13 +341,15 @@ class Tick:
     """Time passes: leases and handoffs past their deadline end."""
 
 
-MemberCommand = Step | Reserve | EndReservation | RestoreBlocks | RestoreRequests
+MemberCommand = Step | Heartbeat | Reserve | EndReservation | RestoreBlocks | RestoreRequests
 """What only a registered instance says, in the lives that it names."""
 
 InstanceCommand = RegisterInstance | RemoveInstance | MemberCommand
 ClientCommand = Describe | Locate | AcquireLease | RenewLease | ReleaseLease | ResetIdentity
 Command = InstanceCommand | ClientCommand | OpenHandoff | CloseHandoff | Tick
-Reply = Registered | Done | StepReply | Located | Leased | Reserved | Forgotten | Description
+Reply = (
+    Registered | Done | Heard | StepReply | Located | Leased | Reserved | Forgotten | Description
+)
 _R = TypeVar("_R")
 
 

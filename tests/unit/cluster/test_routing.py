@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.cluster.serving.routing import Route, choose_route
+from kvferry.cluster.serving.routing import Route, choose_route, without
 from kvferry.proto.ids import InstanceId
 from kvferry.proto.messages import Role
 
@@ -26,6 +26,19 @@ def route(
         min_prefill_hashes=least,
         hash_block_tokens=16,
     )
+
+
+def test_instances_are_avoided_where_another_has_their_role() -> None:
+    roles: dict[InstanceId, Role] = {
+        InstanceId("p0"): "prefill",
+        InstanceId("d0"): "decode",
+        InstanceId("d1"): "decode",
+    }
+    p0, d0, d1 = roles
+    assert without(roles, set()) == roles
+    assert without(roles, {d0}) == {p0: "prefill", d1: "decode"}
+    assert without(roles, {p0, d1}) == {p0: "prefill", d0: "decode"}
+    assert without(roles, {p0, d0, d1}) == roles
 
 
 P0, D0, D1 = holder("p0", "prefill", 0), holder("d0", "decode", 0), holder("d1", "decode", 0)

@@ -30,6 +30,8 @@ from kvferry.proto.messages import (
     Effect,
     EndReservation,
     Forgotten,
+    Heard,
+    Heartbeat,
     InstanceInfo,
     Leased,
     Locate,
@@ -42,6 +44,7 @@ from kvferry.proto.messages import (
     Reserve,
     Reserved,
     ResetIdentity,
+    Tick,
 )
 from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import (
@@ -208,6 +211,25 @@ class Fleet:
         )
         return self.ask(command, Done).changed
 
+    def beat(self, name: str, incarnation: int = 1) -> Heard:
+        command = Heartbeat(
+            epoch=self.service.epoch,
+            instance_id=InstanceId(name),
+            incarnation=Incarnation(incarnation),
+        )
+        return self.ask(command, Heard)
+
+    def wait(self, seconds: float, *beating: str) -> None:
+        """Let time pass in steps of half a second, as a coordinator that runs sees it."""
+        for _ in range(round(2 * seconds)):
+            self.now += 0.5
+            self.send(Tick())
+            for name in beating:
+                self.beat(name, self.service.state.instance(InstanceId(name)).info.incarnation)
+
+    def states(self) -> dict[str, str]:
+        return {one.info.instance_id: one.state for one in self.describe().instances}
+
     def make_step(self, name: str, token_budget: int = 1000, **parts: Any) -> Step:
         known = self.service.state.instances.get(InstanceId(name))
         return Step(
@@ -243,10 +265,12 @@ class Fleet:
         self.step(name, releases=(release(request),))
 
     def locate(self, text: str) -> dict[str, int]:
-        located = self.ask(
-            Locate(identity_digest=self.identity.digest(), hashes=chain(text)), Located
-        )
+        located = self.located(text)
         return {holder.source.instance_id: holder.num_hashes for holder in located.holders}
+
+    def located(self, text: str) -> Located:
+        command = Locate(identity_digest=self.identity.digest(), hashes=chain(text))
+        return self.ask(command, Located)
 
     def lease(self, text: str, ttl_s: float = 10.0, at: str | None = None) -> Leased:
         command = AcquireLease(

@@ -114,7 +114,7 @@ def test_until_all_is_told_steps_and_reservations_are_refused_and_the_rest_is_fo
     told = [held for held in held_blocks(known) if held[1] in chain("pq")]
     fleet.send(blocks_command(fleet, "a", told))
     assert fleet.locate("pq") == {"a": 2}
-    assert [one.returning for one in fleet.describe().instances] == [True]
+    assert [one.state for one in fleet.describe().instances] == ["returning"]
     leased = fleet.lease("pq", at="a")
     assert leased.num_hashes == 2
     for refused in (lambda: fleet.step("a"), lambda: fleet.reserve("a", "k")):
@@ -122,7 +122,7 @@ def test_until_all_is_told_steps_and_reservations_are_refused_and_the_rest_is_fo
             refused()
         assert caught.value.retryable
     fleet.send(requests_command(fleet, "a"))
-    assert [one.returning for one in fleet.describe().instances] == [False]
+    assert [one.state for one in fleet.describe().instances] == ["live"]
     assert fleet.describe().counters["returns"] == 1
     assert fleet.effects[-1].detail == "a: 2 blocks, 0 running requests"
     assert fleet.num_free("a") == 7

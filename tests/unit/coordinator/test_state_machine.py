@@ -4,6 +4,7 @@ import contextlib
 from collections import Counter
 from typing import ClassVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,7 +20,7 @@ from tests.unit.coordinator.returning import come_back, require_same
 from tests.unit.coordinator.told import Told
 
 from kvferry.coordinator.request_state import RequestState
-from kvferry.proto.errors import BusyError, NotFoundError
+from kvferry.proto.errors import BusyError, NotFoundError, UnavailableError
 from kvferry.proto.ids import InstanceId, LeaseId, RequestId
 from kvferry.proto.messages import ReleaseLease, RenewLease, Tick
 
@@ -95,6 +96,22 @@ class ServiceMachine(RuleBasedStateMachine):
         else:
             self.fleet.now += seconds
             self.fleet.send(Tick())
+            for living in (*NAMES, STORE):
+                self.fleet.beat(living, self.lives[living] or 1)
+
+    @rule(silent=st.frozensets(st.sampled_from([*NAMES, STORE])))
+    def some_are_not_heard(self, silent: frozenset[str]) -> None:
+        state = self.fleet.service.state
+        # Who was silent before is heard once, so that nobody dies.
+        for name in sorted(silent):
+            self.fleet.beat(name, self.lives[name] or 1)
+        for _ in range(2):
+            self.fleet.now += 1.0
+            self.fleet.send(Tick())
+            for name in sorted({*NAMES, STORE} - silent):
+                self.fleet.beat(name, self.lives[name] or 1)
+        for name in (*NAMES, STORE):
+            assert state.instances[InstanceId(name)].is_suspect == (name in silent)
 
     @rule(text=texts, ttl_s=st.sampled_from([1.0, 8.0, 50.0]), end=st.booleans())
     def lease(self, text: str, ttl_s: float, end: bool) -> None:
@@ -162,13 +179,13 @@ class ServiceMachine(RuleBasedStateMachine):
         if close:
             self.fleet.close_handoff(request)
         else:
-            self.fleet.open_handoff(request, prefill, decode, ttl_s=6.0)
+            self._open_handoff(request, prefill, decode)
 
     @rule(prefill=names, decode=names, text=st.sampled_from(["xyzw", "pq", "zzz"]))
     def prefill_here_and_decode_there(self, prefill: str, decode: str, text: str) -> None:
         self.num_requests += 1
         request = f"r{self.num_requests}"
-        self.fleet.open_handoff(request, prefill, decode, ttl_s=6.0)
+        self._open_handoff(request, prefill, decode)
         self.engines[decode].follow(admit(request, text))
         if prefill != decode:
             self.engines[prefill].waiting.append(admit(request, text))
@@ -192,8 +209,13 @@ class ServiceMachine(RuleBasedStateMachine):
     @invariant()
     def whoever_asks_finds_what_the_pool_itself_would_hit(self) -> None:
         for text in ("xyzw", "pq"):
-            located = self.fleet.locate(text)
+            located = self.fleet.located(text)
+            lengths = {str(one.source.instance_id): one.num_hashes for one in located.holders}
             for name in self.engines:
+                if self.fleet.service.state.instances[InstanceId(name)].is_suspect:
+                    assert name in located.avoid
+                    assert name not in lengths
+                    continue
                 manager = self.fleet.service.state.instances[InstanceId(name)].manager
                 request = RequestState(
                     request_id=RequestId("probe"),
@@ -201,7 +223,7 @@ class ServiceMachine(RuleBasedStateMachine):
                     hashes=list(chain(text)),
                 )
                 _, num_tokens = manager.get_computed_blocks(request)
-                assert located[name] * BLOCK_TOKENS == num_tokens
+                assert lengths[name] * BLOCK_TOKENS == num_tokens
 
     @invariant()
     def what_is_told_is_what_the_pools_have(self) -> None:
@@ -248,6 +270,11 @@ class ServiceMachine(RuleBasedStateMachine):
             block_tokens=self.covers[name] * BLOCK_TOKENS,
         )
         self.reservations = [kept for kept in self.reservations if kept[0] != name]
+
+    def _open_handoff(self, request: str, prefill: str, decode: str) -> None:
+        is_suspect = self.fleet.service.state.instances[InstanceId(prefill)].is_suspect
+        with pytest.raises(UnavailableError) if is_suspect else contextlib.nullcontext():
+            self.fleet.open_handoff(request, prefill, decode, ttl_s=6.0)
 
     def _queue(self, name: str, new: list[str], remote: bool) -> None:
         for text in new:

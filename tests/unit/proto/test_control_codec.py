@@ -171,7 +171,7 @@ def test_a_description_keeps_every_field() -> None:
             loading_blocks=6,
             quarantined_blocks=7,
         ),
-        returning=True,
+        state="suspect",
         kv_events=KvEventsPlace(endpoint="tcp://h:1", replay_endpoint="tcp://h:2", topic="kv@d0"),
     )
     bare = replace(status, stats=InstanceStats(), kv_events=None)

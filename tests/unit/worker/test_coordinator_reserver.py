@@ -17,11 +17,33 @@ from kvferry.proto.errors import (
     UnavailableError,
 )
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, BlockId, Epoch, GroupId, LeaseId
-from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved
+from kvferry.proto.messages import (
+    Command,
+    Done,
+    EndReservation,
+    Heard,
+    Heartbeat,
+    Reply,
+    Reserve,
+    Reserved,
+)
 from kvferry.worker.coordinator_reserver import ATTEMPTS, PAUSE_S, CoordinatorReserver
 from kvferry.worker.reservations import Reservation
 
 HASHES = tuple(BlockHash(hashlib.sha256(bytes([i])).digest()) for i in range(3))
+
+
+def epoch_of(reserver: CoordinatorReserver) -> int | None:
+    """The epoch that its heartbeat names; None where it has to come back instead."""
+    coordinator = FakeCoordinator(lambda _: Heard())
+    try:
+        reserver.beat(coordinator)
+    except NotRegisteredError:
+        return None
+    (beat,) = coordinator.commands
+    assert isinstance(beat, Heartbeat)
+    assert (beat.instance_id, beat.incarnation) == ("store-0", 7)
+    return beat.epoch
 
 
 def test_reservations_are_asked_of_the_coordinator_in_the_instances_life() -> None:
@@ -57,21 +79,38 @@ def test_a_store_whose_coordinator_does_not_know_it_reserves_nothing_until_it_is
     coordinator = FakeCoordinator(forget)
     lost: list[str] = []
     reserver = new_reserver(coordinator, lambda: lost.append("lost"))
-    assert reserver.knows(Epoch(3))
+    assert epoch_of(reserver) == 3
     for _ in range(2):
         with pytest.raises(UnavailableError, match="store-0 is coming back"):
             reserver.reserve(FIRST_GROUP, HASHES)
     assert (len(coordinator.commands), lost) == (1, ["lost"])
-    assert not reserver.knows(Epoch(3))
+    assert epoch_of(reserver) is None
     assert reserver.is_quiet()
 
     coordinator.answer = reserving
     reserver.enter(Epoch(4))
-    assert reserver.knows(Epoch(4))
+    assert epoch_of(reserver) == 4
     reserver.reserve(FIRST_GROUP, HASHES)
     (_, again) = coordinator.commands
     assert isinstance(again, Reserve)
     assert again.epoch == 4
+
+
+def test_a_store_that_hears_at_a_heartbeat_that_it_is_not_known_reserves_nothing_more() -> None:
+    def forget(_: Command) -> Reply:
+        raise NotRegisteredError("unknown instance")
+
+    def too_late(_: Command) -> Reply:
+        raise DeadlineError("no answer")
+
+    reserver = new_reserver(FakeCoordinator(reserving))
+    with pytest.raises(DeadlineError):
+        reserver.beat(too_late)
+    assert epoch_of(reserver) == 3
+    with pytest.raises(NotRegisteredError, match="unknown instance"):
+        reserver.beat(forget)
+    with pytest.raises(UnavailableError, match="store-0 is coming back"):
+        reserver.reserve(FIRST_GROUP, HASHES)
 
 
 def test_what_was_written_when_another_life_of_the_coordinator_began_is_kept() -> None:
@@ -139,7 +178,7 @@ def test_an_end_gives_up_after_its_attempts_and_at_once_when_refused(
         reserver.end(LeaseId("r9"), 2)
     assert len(coordinator.commands) == num_attempts
     # Unless it was refused, the coordinator may keep the blocks: the store has to tell anew.
-    assert reserver.knows(Epoch(3)) is not error.retryable
+    assert epoch_of(reserver) == (None if error.retryable else 3)
 
 
 def test_a_reply_of_another_kind_is_a_broken_invariant() -> None:

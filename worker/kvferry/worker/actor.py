@@ -9,7 +9,7 @@ from kvferry.proto.errors import ConfigError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import Epoch, Incarnation, InstanceId
 from kvferry.proto.layout import Layout
-from kvferry.proto.messages import InstanceInfo
+from kvferry.proto.messages import Heard, InstanceInfo
 from kvferry.worker.coordinator_reserver import Call, CoordinatorReserver
 from kvferry.worker.device import open_device
 from kvferry.worker.kv_memory import KvMemory
@@ -108,9 +108,13 @@ class WorkerActor:
             on_lost=on_lost,
         )
 
-    def is_known(self, epoch: Epoch) -> bool:
-        """Tell whether the coordinator knows the instance in that life of its own."""
-        return self._reserver is not None and self._reserver.knows(epoch)
+    def beat(self, call: Call) -> Heard:
+        """Tell the coordinator that the instance lives; as `CoordinatorReserver.beat`.
+
+        Raises:
+            ConfigError: the worker has no coordinator.
+        """
+        return self._member().beat(call)
 
     def come_back(self, call: Call, info: InstanceInfo) -> int:
         """Register again with all that is held; errors and value as `returning.come_back`.
@@ -118,15 +122,13 @@ class WorkerActor:
         Raises:
             ConfigError: the worker has no coordinator.
         """
-        service = self._started()
-        if self._reserver is None:
-            raise ConfigError("this worker has no coordinator", allowed="set_coordinator first")
+        service, reserver = self._started(), self._member()
         self._num_returns += 1
         return come_back(
             call,
             info,
             self._num_returns,
-            reserver=self._reserver,
+            reserver=reserver,
             residency=service.residency,
         )
 
@@ -148,3 +150,8 @@ class WorkerActor:
         if self._service is None:
             raise ConfigError("the worker was not started", allowed="start(config) first")
         return self._service
+
+    def _member(self) -> CoordinatorReserver:
+        if self._reserver is None:
+            raise ConfigError("this worker has no coordinator", allowed="set_coordinator first")
+        return self._reserver

@@ -16,7 +16,17 @@ from kvferry.proto.errors import (
     UnavailableError,
 )
 from kvferry.proto.ids import BlockHash, Epoch, GroupId, Incarnation, InstanceId, LeaseId
-from kvferry.proto.messages import Command, Done, EndReservation, Reply, Reserve, Reserved, expect
+from kvferry.proto.messages import (
+    Command,
+    Done,
+    EndReservation,
+    Heard,
+    Heartbeat,
+    Reply,
+    Reserve,
+    Reserved,
+    expect,
+)
 from kvferry.worker.reservations import Reservation
 
 ATTEMPTS = 4
@@ -62,10 +72,28 @@ class CoordinatorReserver:
         # With the incarnation in front, no two calls of any life share an id.
         self._numbers = itertools.count(1)
 
-    def knows(self, epoch: Epoch) -> bool:
-        """Tell whether the instance is registered, and in that life of the coordinator."""
+    def beat(self, call: Call) -> Heard:
+        """Tell the coordinator that the instance lives.
+
+        Args:
+            call: reaches it, with a deadline that suits a message which is repeated anyway.
+
+        Raises:
+            NotRegisteredError: the instance has to come back.
+            KvferryError: as `call`.
+        """
         with self._lock:
-            return self._is_member and self._epoch == epoch
+            epoch, is_member = self._epoch, self._is_member
+        if not is_member:
+            raise NotRegisteredError("the instance has to come back", given=self._instance_id)
+        command = Heartbeat(
+            epoch=epoch, instance_id=self._instance_id, incarnation=self._incarnation
+        )
+        try:
+            return expect(call(command), Heard)
+        except NotRegisteredError:
+            self.leave()
+            raise
 
     def leave(self) -> None:
         """Reserve nothing more; writers that are at work go on."""

@@ -25,6 +25,7 @@ from kvferry.cluster.serving.limits import Limits, require_fits
 from kvferry.cluster.serving.load_orders import LoadOrder, load_result
 from kvferry.cluster.serving.membership import Membership, Stage
 from kvferry.cluster.serving.outbox import Outbox
+from kvferry.cluster.serving.pulse import Pulse
 from kvferry.cluster.serving.requests import EngineRequest, Output, OutputBatch
 from kvferry.cluster.serving.scheduler import Scheduler
 from kvferry.cluster.serving.sequence import Run
@@ -114,6 +115,7 @@ class Engine:
         self._info = info
         self._limits = limits
         self._membership = Membership(info, registered.epoch, coordinator)
+        self._pulse = Pulse(info, coordinator, lambda: self._membership.epoch)
         self._mover = mover
         self._forward = forward
         self._scheduler = Scheduler(
@@ -141,6 +143,7 @@ class Engine:
     def start(self) -> None:
         """Start the loop."""
         self._thread.start()
+        self._pulse.start()
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -208,6 +211,8 @@ class Engine:
         except Exception as error:  # the loop's end must be told, whatever it was
             log.exception("engine of %s failed", self._info.instance_id)
             self._outbox.fail(f"{type(error).__name__}: {error}")
+        finally:
+            self._pulse.stop()
 
     def _advance(self) -> None:
         if self._failure is not None:

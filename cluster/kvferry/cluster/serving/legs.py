@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 
 from kvferry.cluster.ports import AsyncCoordinatorPort, EnginePort
@@ -22,11 +22,23 @@ from kvferry.proto.messages import RemoveInstance, Role
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
-OUTPUTS_WAIT_S = 2.0
-OUTPUTS_TIMEOUT_S = 15.0
-"""An engine that does not answer `outputs` for this long is taken for dead."""
+TELL_TIMEOUT_S = 2.0
+"""A coordinator that is not told of a death finds out by itself, so nobody waits long for it."""
+
+OUTPUTS_WAIT_S = 0.5
+"""So long an engine may keep a call of `outputs` that it has no news for."""
+
+SUSPECT_AFTER_S = 2.5
+"""An engine that has not answered for so long gets no new requests if there is another one."""
+
+OUTPUTS_TIMEOUT_S = 5.0
+UNANSWERED_CALLS = 2
+"""An engine that leaves so many calls in a row unanswered is taken for dead. One would not do: it
+ends late, unanswered, too, when the router's own process was paused."""
 
 News = Output | KvferryError
+OnDeath = Callable[[InstanceId, str], None]
+"""Is told which instance has died, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +54,25 @@ class Legs:
     """All requests in flight, per engine.
 
     Per engine one parked `outputs` call carries the news of all its requests. Its failure is how
-    the death of an instance is noticed: at once for a killed process, after `OUTPUTS_TIMEOUT_S`
-    for one that hangs.
+    the death of an instance is noticed: at once for a killed process, after `UNANSWERED_CALLS` of
+    `OUTPUTS_TIMEOUT_S` for one that hangs.
+
+    Args:
+        engines: those there are.
+        coordinator: is told of deaths.
+        on_death: is told too, in the event loop, when the coordinator has been.
     """
 
     def __init__(
-        self, engines: Mapping[InstanceId, EngineLink], coordinator: AsyncCoordinatorPort
+        self,
+        engines: Mapping[InstanceId, EngineLink],
+        coordinator: AsyncCoordinatorPort,
+        on_death: OnDeath = lambda instance_id, reason: None,
     ) -> None:
         self._engines = dict(engines)
         self._coordinator = coordinator
+        self._on_death = on_death
+        self._answered_s: dict[InstanceId, float] = {}
         self._news: dict[InstanceId, dict[RequestId, asyncio.Queue[News]]]
         self._news = {instance_id: {} for instance_id in engines}
         self._deaths: dict[InstanceId, str] = {}
@@ -69,6 +91,7 @@ class Legs:
         self._begin_to_follow(instance_id, link)
 
     def _begin_to_follow(self, instance_id: InstanceId, link: EngineLink) -> None:
+        self._answered_s[instance_id] = time.monotonic()
         self._followers = [task for task in self._followers if not task.done()]
         self._followers.append(asyncio.create_task(self._follow(instance_id, link)))
 
@@ -85,6 +108,11 @@ class Legs:
     def roles(self) -> dict[InstanceId, Role]:
         """Return the instances that requests may be sent to, and what each is for."""
         return {i: link.role for i, link in self._engines.items() if self.is_alive(i)}
+
+    def suspects(self) -> set[InstanceId]:
+        """Return the instances that should have answered by now and have not."""
+        late_s = time.monotonic() - SUSPECT_AFTER_S
+        return {i for i, answered_s in self._answered_s.items() if answered_s < late_s}
 
     def in_flight(self) -> dict[InstanceId, int]:
         """Return the number of requests per engine."""
@@ -179,18 +207,23 @@ class Legs:
             await link.engine.abort(request_id, timeout_s=CALL_TIMEOUT_S)
 
     async def _follow(self, instance_id: InstanceId, link: EngineLink) -> None:
-        seq = 0
+        seq, num_unanswered = 0, 0
         while self.is_alive(instance_id) and self._is_now(instance_id, link):
             try:
                 batch = await link.engine.outputs(
                     seq, wait_s=OUTPUTS_WAIT_S, timeout_s=OUTPUTS_TIMEOUT_S
                 )
             except KvferryError as error:
+                num_unanswered += isinstance(error, DeadlineError)
+                if isinstance(error, DeadlineError) and num_unanswered < UNANSWERED_CALLS:
+                    log.warning("instance %s is late: %s", instance_id, error)
+                    continue
                 await self._bury(instance_id, link, str(error))
                 return
             if not self._is_now(instance_id, link):
                 return
-            seq = batch.next_seq
+            seq, num_unanswered = batch.next_seq, 0
+            self._answered_s[instance_id] = time.monotonic()
             for output in batch.outputs:
                 news = self._news[instance_id].get(output.request_id)
                 if news is not None:
@@ -212,12 +245,13 @@ class Legs:
                     incarnation=incarnation,
                     reason=reason,
                 ),
-                timeout_s=CALL_TIMEOUT_S,
+                timeout_s=TELL_TIMEOUT_S,
             )
         except KvferryError as error:
             log.warning("the coordinator was not told of %s: %s", instance_id, error)
         for news in lost.values():
             news.put_nowait(_death(instance_id, reason))
+        self._on_death(instance_id, reason)
 
     def _is_now(self, instance_id: InstanceId, link: EngineLink) -> bool:
         """Tell whether this is still the life of the instance that requests are sent to."""

@@ -15,9 +15,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from kvferry.cluster.ports import AsyncCoordinatorPort
-from kvferry.cluster.serving.legs import EngineLink, Legs
+from kvferry.cluster.serving.legs import EngineLink, Legs, OnDeath
 from kvferry.cluster.serving.requests import Accounting, EngineRequest, Finished
-from kvferry.cluster.serving.routing import Route, choose_route
+from kvferry.cluster.serving.routing import Route, choose_route, without
 from kvferry.proto.errors import (
     BusyError,
     DeadlineError,
@@ -132,9 +132,10 @@ class Router:
         identity_digest: bytes,
         scheme: HashScheme,
         settings: RouterSettings,
+        on_death: OnDeath = lambda instance_id, reason: None,
     ) -> None:
         self._coordinator = coordinator
-        self._legs = Legs(engines, coordinator)
+        self._legs = Legs(engines, coordinator, on_death)
         self._digest = identity_digest
         self._scheme = scheme
         self._settings = settings
@@ -232,10 +233,15 @@ class Router:
     async def _route(self, request: EngineRequest) -> Route:
         """Choose by prefix and load; by load alone, and without a prefill, if nobody can say."""
         hashes = self._hashes(request)
-        held = await self._locate(request.request_id, hashes)
+        located = await self._locate(request.request_id, hashes)
         roles = self._legs.roles()
-        if held is None:
-            held, roles = {}, {i: role for i, role in roles.items() if role == "decode"}
+        if located is None:
+            held, avoid = {}, set[InstanceId]()
+            roles = {i: role for i, role in roles.items() if role == "decode"}
+        else:
+            held = {one.source.instance_id: one.num_hashes for one in located.holders}
+            avoid = set(located.avoid)
+        roles = without(roles, avoid | self._legs.suspects())
         route = choose_route(
             roles,
             {i: num_hashes for i, num_hashes in held.items() if i in roles},
@@ -252,10 +258,8 @@ class Router:
             )
         return route
 
-    async def _locate(
-        self, request_id: RequestId, hashes: tuple[BlockHash, ...]
-    ) -> dict[InstanceId, int] | None:
-        """Return how many hashes each instance holds; None if the coordinator does not answer."""
+    async def _locate(self, request_id: RequestId, hashes: tuple[BlockHash, ...]) -> Located | None:
+        """Return who holds what of the prefix; None if the coordinator does not answer."""
         try:
             located = await self._coordinator.call(
                 Locate(identity_digest=self._digest, hashes=hashes), timeout_s=CALL_TIMEOUT_S
@@ -263,7 +267,7 @@ class Router:
         except (UnavailableError, DeadlineError, BusyError) as error:
             log.warning("request %s is routed by load alone: %s", request_id, error)
             return None
-        return {h.source.instance_id: h.num_hashes for h in expect(located, Located).holders}
+        return expect(located, Located)
 
     def _hashes(self, request: EngineRequest) -> tuple[BlockHash, ...]:
         # Short of the last token: at least one token must run to give logits.

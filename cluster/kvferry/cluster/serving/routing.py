@@ -5,7 +5,7 @@ A missing hash block costs little when a peer holds it (it is pulled) and much w
 is pulling against queueing behind other requests.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvferry.proto.ids import InstanceId
@@ -24,6 +24,14 @@ class Route:
 
     decode: InstanceId
     prefill: InstanceId | None
+
+
+def without(
+    roles: Mapping[InstanceId, Role], avoid: Collection[InstanceId]
+) -> dict[InstanceId, Role]:
+    """Return the instances but those to be avoided, except where a role has no others."""
+    left = {role for instance_id, role in roles.items() if instance_id not in avoid}
+    return {i: role for i, role in roles.items() if i not in avoid or role not in left}
 
 
 def choose_route(

@@ -1,16 +1,13 @@
 """A store in the simulator: a worker that takes blocks from engines outside, and serves them."""
 
-from typing import TypeVar
+from functools import partial
 
 from kvferry.cluster.sim.blocking import Event
 from kvferry.cluster.sim.members import Birth, Member
-from kvferry.cluster.store_watch import StoreWatch
-from kvferry.proto.ids import Epoch
-from kvferry.proto.messages import Command, Reply, expect
+from kvferry.cluster.store_watch import BEAT_TIMEOUT_S, StoreWatch
+from kvferry.proto.messages import Command, Heard, Reply
 from kvferry.worker.coordinator_reserver import CoordinatorReserver
 from kvferry.worker.returning import come_back
-
-_R = TypeVar("_R")
 
 
 class Store(Member):
@@ -31,23 +28,16 @@ class Store(Member):
             incarnation=self.incarnation,
             epoch=registered.epoch,
         )
-        StoreWatch(self, lambda: [self])
+        StoreWatch(lambda: [self])
 
     def watch(self) -> None:
         """Wait for ever: a store goes on until it is ended."""
         Event(self.network.world).wait()
 
-    def ask(self, command: Command, expected: type[_R]) -> _R:
-        """As `ControlClient.ask`."""
-        return expect(self.call(command), expected)
-
-    def close(self) -> None:
-        """As `ControlClient.close`."""
-
-    def is_known(self, epoch: Epoch) -> bool:
-        """See `WatchedStore.is_known`."""
+    def beat(self) -> Heard:
+        """See `WatchedStore.beat`."""
         assert self._reserver is not None
-        return self._reserver.knows(epoch)
+        return self._reserver.beat(partial(self.call, timeout_s=BEAT_TIMEOUT_S))
 
     def come_back(self) -> None:
         """See `WatchedStore.come_back`."""

@@ -247,7 +247,7 @@ class Instance(google.protobuf.message.Message):
     KV_EVENTS_FIELD_NUMBER: builtins.int
     RANK_METRICS_FIELD_NUMBER: builtins.int
     HELD_FIELD_NUMBER: builtins.int
-    RETURNING_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
     role: builtins.str
     """"prefill", "decode" or "store"."""
     identity_cbor: builtins.bytes
@@ -264,8 +264,10 @@ class Instance(google.protobuf.message.Message):
     num_free_blocks: builtins.int
     num_cached_blocks: builtins.int
     num_requests: builtins.int
-    returning: builtins.bool
-    """It has come back to a coordinator that was restarted, and not yet told all that it holds."""
+    state: builtins.str
+    """"live"; "returning": it has come back to a coordinator that did not know it, and not yet told
+    all that it holds; or "suspect": it was not heard for a while, so nothing new is asked of it.
+    """
     @property
     def source(self) -> Global___Source: ...
     @property
@@ -312,10 +314,10 @@ class Instance(google.protobuf.message.Message):
         kv_events: Global___KvEvents | None = ...,
         rank_metrics: collections.abc.Iterable[builtins.str] | None = ...,
         held: Global___Held | None = ...,
-        returning: builtins.bool = ...,
+        state: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["held", b"held", "kv_events", b"kv_events", "scheme", b"scheme", "source", b"source", "stats", b"stats"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["held", b"held", "identity_cbor", b"identity_cbor", "kv_events", b"kv_events", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_metrics", b"rank_metrics", "rank_pids", b"rank_pids", "returning", b"returning", "role", b"role", "scheme", b"scheme", "source", b"source", "stats", b"stats", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["held", b"held", "identity_cbor", b"identity_cbor", "kv_events", b"kv_events", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_metrics", b"rank_metrics", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "state", b"state", "stats", b"stats", "version", b"version"]) -> None: ...
 
 Global___Instance: typing_extensions.TypeAlias = Instance
 
@@ -551,16 +553,22 @@ class LocateReply(google.protobuf.message.Message):
 
     EPOCH_FIELD_NUMBER: builtins.int
     HOLDERS_FIELD_NUMBER: builtins.int
+    AVOID_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     @property
     def holders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Holder]: ...
+    @property
+    def avoid(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Instances of the identity that should get no new requests, by id. Suspects are no holders."""
+
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
         holders: collections.abc.Iterable[Global___Holder] | None = ...,
+        avoid: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "holders", b"holders"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["avoid", b"avoid", "epoch", b"epoch", "holders", b"holders"]) -> None: ...
 
 Global___LocateReply: typing_extensions.TypeAlias = LocateReply
 
