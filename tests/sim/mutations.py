@@ -135,13 +135,6 @@ MUTATIONS: dict[str, Mutation] = {
             after="            self.lost_hash = None\n",
         ),
     ),
-    "a step of an earlier life of the coordinator counts": (
-        Edit(
-            path=f"{COORDINATOR}/service.py",
-            before="        if command.epoch != self.epoch:\n",
-            after="        if False:\n",
-        ),
-    ),
     "other weights make no other identity": (
         Edit(
             path=f"{COORDINATOR}/instances.py",

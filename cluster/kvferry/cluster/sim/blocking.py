@@ -18,6 +18,7 @@ MODULES = (
     "kvferry.cluster.serving.engine",
     "kvferry.cluster.serving.membership",
     "kvferry.cluster.serving.outbox",
+    "kvferry.cluster.serving.pulse",
     "kvferry.cluster.serving.rank",
     "kvferry.cluster.serving.legs",
     "kvferry.cluster.serving.router",

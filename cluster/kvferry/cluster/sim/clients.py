@@ -37,6 +37,9 @@ from kvferry.worker.take_wire import make_take_ask
 NO_KEYS = RequestKeys()
 CALL_TIMEOUT_S = 5.0
 TRANSFER_TIMEOUT_S = 5.0
+SHORT_SAVE_S = 0.03
+"""Who has waited so long for a save may write something else, whoever still reads."""
+
 LEASE_S = 10.0
 RESET = 0.04
 
@@ -149,7 +152,7 @@ class Client(Member):
                 timeout_s=TRANSFER_TIMEOUT_S,
                 cancel=Event(world),  # type: ignore[arg-type]
             ),
-            timeout_s=TRANSFER_TIMEOUT_S,
+            timeout_s=world.random.choice([SHORT_SAVE_S, TRANSFER_TIMEOUT_S]),
         )
         self._saves.ended_s[stamp] = world.now_s
 

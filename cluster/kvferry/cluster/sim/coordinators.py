@@ -1,20 +1,58 @@
 """The coordinator in the simulator: its lives, one after the other, at times two at once."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvferry.cluster.sim.command_checks import check_no_suspects, nothing_changes_by_others
 from kvferry.cluster.sim.world import Process, World
 from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.coordinator.service import CoordinatorService
-from kvferry.proto.errors import UnavailableError
-from kvferry.proto.messages import Command, Reply
+from kvferry.proto.errors import InvariantError, UnavailableError
+from kvferry.proto.messages import Command, Reply, Tick
 from kvferry.proto.scheme import HashScheme
 
 LONGEST_RESTART_S = 3.0
 
 
 class _Actor(CoordinatorActor):
+    """Checks more than it does by itself, and tells the world of it.
+
+    Args:
+        violated: hears of what must not be, whoever else is told, or swallows it.
+        settings: as `CoordinatorActor`.
+    """
+
+    def __init__(self, violated: Callable[[Exception], None], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._violated = violated
+        self._answered: set[tuple[type, str]] = set()
+
     @property
     def service(self) -> CoordinatorService | None:
         return self._service
+
+    def call(self, command: Command) -> Reply:
+        try:
+            return self._checked(command)
+        except InvariantError as error:
+            self._violated(error)
+            raise
+
+    def _checked(self, command: Command) -> Reply:
+        service = self._service
+        if service is None:
+            return super().call(command)
+        tick = partial(super().call, Tick())
+        with nothing_changes_by_others(service, command, tick):
+            reply = super().call(command)
+        key = type(command), getattr(command, "call_id", "")
+        if key not in self._answered:
+            check_no_suspects(service, reply)
+        if key[1]:
+            self._answered.add(key)  # a repeat tells what was right then
+        return reply
 
 
 class Coordinators:
@@ -89,6 +127,7 @@ class Coordinators:
 
     def _live(self) -> None:
         actor = _Actor(
+            self._world.fail,
             scheme=self._scheme,
             registry=self._registry,
             lease_cap_s=self._lease_cap_s,
