@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from kvferry.cluster.serving.legs import EngineLink
 from kvferry.cluster.serving.requests import EngineRequest, Finished
 from kvferry.cluster.serving.router import Router, RouterSettings
+from kvferry.cluster.serving.sequence import Run
 from kvferry.cluster.sim.blocking import Event, simulated
 from kvferry.cluster.sim.checks import check_residency, check_rest
 from kvferry.cluster.sim.content import KnownContent, answer_of
@@ -50,6 +51,7 @@ SCHEME = make_scheme(hash_block_tokens=4)
 WEIGHTS = "1"
 NO_KEYS = RequestKeys()
 ONE_RANK = Layout(block_tokens=4)
+NEWS_S = 0.1
 SOON_S = 1.0
 """What nothing holds up takes less."""
 
@@ -57,7 +59,7 @@ _T = TypeVar("_T")
 
 
 class ScriptedFetch(FetchClient):
-    """Calls `at_frame` with the number of each frame that comes, before it counts.
+    """Calls `before_fetch`, and `at_frame` with the number of each frame, before it counts.
 
     `is_deaf`: what is pulled goes on though nobody wants it any more.
     """
@@ -65,6 +67,7 @@ class ScriptedFetch(FetchClient):
     def __init__(self, scenario: "Scenario") -> None:
         super().__init__(scenario.network, scenario.served, frame_bytes=64, shared=0.0)
         self.at_frame: Callable[[int], None] = lambda _: None
+        self.before_fetch: Callable[[], None] = lambda: None
         self.is_deaf = False
         self.num_fetches = 0
         self.num_frames = 0
@@ -78,6 +81,7 @@ class ScriptedFetch(FetchClient):
         terms: FetchTerms,
     ) -> None:
         self.num_fetches += 1
+        self.before_fetch()
         if self.is_deaf:
             terms = replace(terms, cancel=Event(self._network.world))  # type: ignore[arg-type]
         super().fetch(peer, ask, destination, session, terms)
@@ -96,6 +100,7 @@ class Life:
         self.fetch = fetch
         self.tokens: dict[str, tuple[int, ...]] = {}
         self.finished: dict[str, Finished] = {}
+        self.listens = True
 
     @property
     def instance(self) -> Instance:
@@ -106,12 +111,24 @@ class Life:
     def engine(self) -> Any:
         return self.instance.engine
 
+    def before_run(self, do: Callable[[Run], None]) -> None:
+        """Call `do` with each run of the model before it is computed."""
+        model = self.instance.model
+        forward = model.forward
+
+        def watched(runs: tuple[Run, ...]) -> dict[RequestId, int]:
+            for run in runs:
+                do(run)
+            return forward(runs)
+
+        model.forward = watched  # type: ignore[method-assign]
+
     def listen(self) -> None:
-        """Take the news of the engine until that fails; in a task of its process."""
+        """Take the news of the engine while nobody else does; in a task of its process."""
         seq = 0
-        while True:
+        while self.listens:
             try:
-                batch = self.engine.outputs(seq, 1.0)
+                batch = self.engine.outputs(seq, NEWS_S)
             except InstanceDiedError:
                 return
             seq = batch.next_seq
@@ -178,7 +195,7 @@ class Scenario:
         fetch = ScriptedFetch(self)
         life = Life(Store(self._birth(plan, incarnation, fetch)), fetch)
         self._begin(life)
-        self.until(lambda: self._is_registered(life))
+        self.until(lambda: self.is_member(life))
         return life
 
     def kill(self, life: Life, rank: int = 0) -> None:
@@ -197,8 +214,7 @@ class Scenario:
         self, name: str, tokens: Sequence[int], max_tokens: int = 1, **more: Any
     ) -> EngineRequest:
         """Return a request whose answer's blocks are known."""
-        answer = answer_of(tokens, NO_KEYS, WEIGHTS, max_tokens)
-        self.known.learn([*tokens, *answer], NO_KEYS, WEIGHTS)
+        self.known.learn([*tokens, *answer(tokens, max_tokens)], NO_KEYS, WEIGHTS)
         return EngineRequest(
             request_id=RequestId(name),
             prompt_token_ids=tuple(tokens),
@@ -232,7 +248,13 @@ class Scenario:
     def routed(
         self, work: Callable[[Router], Coroutine[Any, Any, _T]], within_s: float = 30.0
     ) -> _T:
-        """Let a router serve all instances while `work` runs; return or raise what came of it."""
+        """Let a router serve all instances while `work` runs; return or raise what came of it.
+
+        From then on it alone hears of requests.
+        """
+        for life in self.lives.values():
+            life.listens = False
+        self.run_for(2 * NEWS_S)
         loop, process = VirtualLoop(self.world), Process("router")
         calls = AsyncCalls(self.network, loop, process)
         results: list[_T] = []
@@ -308,6 +330,12 @@ class Scenario:
         """What the coordinator knows of a member."""
         return self.service.state.instances[life.member.plan.instance_id]
 
+    def is_member(self, life: Life) -> bool:
+        """Tell whether the coordinator's present life knows a life of a member."""
+        service, plan = self.coordinators.service(), life.member.plan
+        known = service and service.state.instances.get(plan.instance_id)
+        return bool(known and known.info.incarnation == life.member.incarnation)
+
     def num_free(self, life: Life) -> int:
         """The free blocks of a member."""
         return self.known_of(life).manager.pool.num_free_blocks
@@ -351,10 +379,6 @@ class Scenario:
         self.lives[member.plan.instance_id] = life
         self.world.spawn(member.join, member.process)
 
-    def _is_registered(self, life: Life) -> bool:
-        known = self.service.state.instances.get(life.member.plan.instance_id)
-        return known is not None and known.info.incarnation == life.member.incarnation
-
     def _router(self, calls: AsyncCalls) -> Router:
         links = {
             name: EngineLink(
@@ -393,6 +417,16 @@ def scenario(*, step_lease_s: float = 5.0) -> Iterator[Scenario]:
 def prompt(seed: int, num_tokens: int) -> tuple[int, ...]:
     """Return a prompt that shares no block with those of other seeds."""
     return tokens_of(World(seed).random, num_tokens)
+
+
+def answer(tokens: Sequence[int], num_tokens: int = 1) -> tuple[int, ...]:
+    """Return what the model says after a prompt."""
+    return answer_of(tokens, NO_KEYS, WEIGHTS, num_tokens)
+
+
+def at_frame(number: int, do: Callable[[], None]) -> Callable[[int], None]:
+    """Return what does something at the frame of a number."""
+    return lambda count: do() if count == number else None
 
 
 def hashes_of(tokens: Sequence[int]) -> tuple[BlockHash, ...]:

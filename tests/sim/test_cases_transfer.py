@@ -4,22 +4,21 @@ B31 and B32 are of loads that are aborted, B34 of such as fail in part, B37 of w
 is gone, B39 of messages of requests that are gone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from tests.sim.scripted import (
-    NO_KEYS,
     SOON_S,
-    WEIGHTS,
     Life,
     Scenario,
+    answer,
+    at_frame,
     hashes_of,
     prompt,
     scenario,
 )
 
-from kvferry.cluster.sim.content import answer_of
 from kvferry.proto.ids import FIRST_GROUP, InstanceId, RequestId, pack_group
 from kvferry.proto.layout import grid
 from kvferry.proto.step_messages import LoadResult
@@ -27,18 +26,10 @@ from kvferry.proto.step_messages import LoadResult
 TWO_SHARDS = grid(block_tokens=2, dcp=2)
 
 
-def answer(tokens: tuple[int, ...], num_tokens: int = 1) -> tuple[int, ...]:
-    return answer_of(tokens, NO_KEYS, WEIGHTS, num_tokens)
-
-
 @pytest.fixture
 def service() -> Iterator[Scenario]:
     with scenario() as running:
         yield running
-
-
-def at_frame(number: int, do: Callable[[], None]) -> Callable[[int], None]:
-    return lambda count: do() if count == number else None
 
 
 # -- B31 -------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from functools import partial
 from kvferry.cluster.serving.engine import Engine
 from kvferry.cluster.serving.limits import Limits
 from kvferry.cluster.serving.rank_actor import watch_rank
-from kvferry.cluster.sim.content import Cells
+from kvferry.cluster.sim.content import Cells, StateModel
 from kvferry.cluster.sim.members import Birth, Member
 from kvferry.cluster.sim.ranks import RANK_TIMEOUT_S, SimPort, SimRank, SimRanks
 from kvferry.proto.errors import InstanceDiedError
@@ -42,6 +42,11 @@ class Instance(Member):
     def cells(self) -> list[Cells]:
         """What lies where, by rank."""
         return [rank.model.cells for rank in self._ranks]
+
+    @property
+    def model(self) -> StateModel:
+        """That of rank 0."""
+        return self._ranks[0].model
 
     def join(self) -> None:
         """Register, and start the engine."""
