@@ -161,11 +161,11 @@ def test_a_killed_decode_rank_costs_no_request_while_another_lives(start_demo: S
     demo.wait_for(lambda line: "[1/8]" in line)
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
+    demo.wait_for(lambda line: "instance decode-0 is started again" in line)
     code, result = demo.end()
     assert code == 0, "".join(demo.lines)
     assert time.monotonic() - killed < 60
     assert result["summary"]["equal"] == 8
-    assert {r["decode_instance"] for r in result["requests"][3:]} == {"decode-1"}
     demo.assert_nothing_left()
 
 

@@ -3,13 +3,12 @@
 import asyncio
 import json
 import os
-import random
 import re
 import signal
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from typing import Any
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
+from tests.integration.ray_serving import describe, request, routing
 
 from kvferry.cluster import naming, ray_cluster
 from kvferry.cluster.client import connect
 from kvferry.cluster.config import KvEventsConfig, ServiceConfig
-from kvferry.cluster.control_client import ControlClient
 from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.cluster.ray_handles import get
 from kvferry.cluster.ray_launcher import RayService
@@ -29,8 +28,7 @@ from kvferry.cluster.ray_ranks import spawn_rank
 from kvferry.cluster.ray_record import RayRecord
 from kvferry.cluster.record import LIFE
 from kvferry.cluster.serving.rank_actor import RankActor
-from kvferry.cluster.serving.requests import EngineRequest
-from kvferry.cluster.serving.router import Router, RouterSettings, Served
+from kvferry.cluster.serving.router import Served
 from kvferry.proto.errors import (
     ConfigError,
     IdentityMismatchError,
@@ -43,9 +41,8 @@ from kvferry.proto.hashing import make_scheme
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import InstanceId, RequestId
 from kvferry.proto.layout import Layout
-from kvferry.proto.messages import Describe, Description, KvEventsPlace
+from kvferry.proto.messages import Description, InstanceInfo, KvEventsPlace
 from kvferry.worker.model.loading import inspect_model
-from kvferry.worker.model.sampling import SamplingParams
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
@@ -107,31 +104,6 @@ def start(cluster: None, config: ServiceConfig, identity: Identity) -> Iterator[
         one.close()
 
 
-@asynccontextmanager
-async def routing(service: RayService) -> AsyncIterator[Router]:
-    router = Router(
-        coordinator=service.coordinator,
-        engines={i.info.instance_id: i.link for i in service.instances},
-        identity_digest=service.identity.digest(),
-        scheme=service.scheme,
-        settings=RouterSettings(request_timeout_s=30.0),
-    )
-    await router.start()
-    try:
-        yield router
-    finally:
-        await router.close()
-
-
-def request(name: str, max_tokens: int) -> EngineRequest:
-    generator = random.Random(name)
-    return EngineRequest(
-        request_id=RequestId(name),
-        prompt_token_ids=tuple(generator.randrange(1, 250) for _ in range(40)),
-        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-    )
-
-
 def require_serves(service: RayService, name: str) -> None:
     """One request of 40 prompt tokens, from prefill to decode."""
 
@@ -145,11 +117,6 @@ def require_serves(service: RayService, name: str) -> None:
     parts = served.accounting
     assert parts.local_hit_tokens == 0, "another service's blocks, or another test's"
     assert parts.remote_hit_tokens + parts.computed_tokens == parts.prompt_tokens == 40
-
-
-def describe(service: RayService) -> Description:
-    with closing(ControlClient(service.control_address, timeout_s=10)) as client:
-        return client.ask(Describe(), Description)
 
 
 def members(description: Description) -> dict[str, KvEventsPlace | None]:
@@ -362,6 +329,25 @@ def test_b56_two_services_do_not_meet_and_one_may_close_and_start_again_at_once(
 
 
 # -- deaths ---------------------------------------------------------------------------------------
+
+
+def test_an_instance_that_is_killed_is_started_again_and_serves(service: RayService) -> None:
+    def decode() -> InstanceInfo:
+        return service.instances[1].info
+
+    async def serve() -> Served:
+        async with routing(service) as router:
+            await router.serve(request("before a death", 3))
+            before = decode()
+            os.kill(before.rank_pids[0], signal.SIGKILL)
+            async with asyncio.timeout(60.0):
+                while decode() == before or not router.is_alive(before.instance_id):
+                    await asyncio.sleep(0.05)
+            return await router.serve(request("after a death", 3))
+
+    served = asyncio.run(serve())
+    assert (served.prefill_instance, served.decode_instance) == SERVED_ON
+    assert sorted(members(describe(service))) == sorted(SERVED_ON)
 
 
 def test_a_coordinator_that_is_killed_comes_back_at_its_addresses_while_requests_go_on(

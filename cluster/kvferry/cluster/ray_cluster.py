@@ -130,10 +130,17 @@ def reserve_bundles(
     group: PlacementGroup = placement_group(bundles, strategy="PACK", name=name)
     if group.wait(timeout_s):
         return group
+    error = not_placed(group, who, timeout_s)
+    remove_placement_group(group)
+    raise error
+
+
+def not_placed(group: PlacementGroup, who: str, timeout_s: float) -> ResourcesError:
+    """Return the error that says why a group of equal bundles has no place."""
+    bundles = group.bundle_specs
     resources = bundles[0]
     state = placement_group_table(group)["stats"]["scheduling_state"]
-    remove_placement_group(group)
-    raise ResourcesError(
+    return ResourcesError(
         f"{who} could not be placed within {timeout_s:.1f} s ({state})",
         given={"ranks": len(bundles), "each": _amounts(resources, resources)},
         allowed={

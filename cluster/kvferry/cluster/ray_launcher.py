@@ -5,9 +5,9 @@ it. `RayService.close` does the same in good order.
 """
 
 import contextlib
-import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from kvferry.cluster import naming, ray_cluster, ray_environment
 from kvferry.cluster.config import ServiceConfig, require_reachable_bind
@@ -27,15 +26,13 @@ from kvferry.cluster.progress import Progress
 from kvferry.cluster.ray_coordinator import OPTIONS, RayCoordinatorActor
 from kvferry.cluster.ray_handles import (
     RayAsyncCoordinator,
-    RayEngine,
     end_actors,
     get,
 )
-from kvferry.cluster.ray_ranks import RankPlacement, spawn_rank
+from kvferry.cluster.ray_instance import RayInstance
 from kvferry.cluster.ray_record import RayRecord, find_front
 from kvferry.cluster.serving.legs import EngineLink
 from kvferry.cluster.serving.rank import RankSettings
-from kvferry.cluster.serving.rank_actor import RankActor
 from kvferry.cluster.signals import interrupts_held
 from kvferry.proto.errors import DeadlineError, KvferryError
 from kvferry.proto.hashing import make_scheme
@@ -78,12 +75,16 @@ class RayService:
             algorithm=config.algorithm,
             key_format=config.key_format,
         )
-        self.instances: tuple[Launched, ...] = ()
         self.control_address = ""
         self.metrics_address = ""
         self._coordinator: ActorHandle[Any] | None = None
-        self._ranks: dict[InstanceId, ActorHandle[Any]] = {}
-        self._groups: list[PlacementGroup] = []
+        self._places: dict[InstanceId, RayInstance] = {}
+        self._launched: dict[InstanceId, Launched] = {}
+
+    @property
+    def instances(self) -> tuple[Launched, ...]:
+        """All that were started, each in its present life."""
+        return tuple(self._launched.values())
 
     @property
     def coordinator(self) -> RayAsyncCoordinator:
@@ -105,15 +106,15 @@ class RayService:
     def close(self) -> None:
         """Stop engines, then the coordinator, and give all resources back. Repeatable."""
         with interrupts_held():
-            end_actors(list(self._ranks.values()), STOP_TIMEOUT_S)
+            ranks = [place.rank_0 for place in self._places.values()]
+            end_actors([rank for rank in ranks if rank is not None], STOP_TIMEOUT_S)
             if self._coordinator is not None:
                 end_actors([self._coordinator], STOP_TIMEOUT_S)
                 with contextlib.suppress(KvferryError):  # then the cluster is gone, and it too
                     RayRecord(self._service_id).delete()
-            for group in self._groups:
-                with contextlib.suppress(Exception):
-                    remove_placement_group(group)
-        self._ranks, self._groups, self._coordinator = {}, [], None
+            for place in self._places.values():
+                place.remove_place()
+        self._places, self._coordinator = {}, None
 
     # ---------------------------------------------------------------------------------------------
 
@@ -134,16 +135,31 @@ class RayService:
         roles += [("decode", i) for i in range(self.config.num_decode)]
         share = ray_cluster.cpu_share(self.config.num_ranks)
         for role, index in roles:
-            self._place_instance(role, index, share, deadline)
+            instance = self._instance(role, index, share)
+            self._places[instance.instance_id] = instance
+            instance.place(max(deadline - time.monotonic(), 0.1))
         progress(
             f"starting {len(roles)} instances of {self.config.num_ranks} ranks: "
             "loading the model in each"
         )
-        coordinator = CoordinatorClient(
+        coordinator = self._coordinator_client()
+        starting = {place.begin(coordinator): i for i, place in self._places.items()}
+        self._all_started(starting, deadline)
+
+    def start_again(self, instance_id: InstanceId, given_up: threading.Event) -> EngineLink:
+        """Start the next life of an instance that is dead, or nearly so; see `StartAgain`.
+
+        Raises:
+            KvferryError: as `RayInstance.start_again`.
+        """
+        info = self._places[instance_id].start_again(self._coordinator_client(), given_up)
+        self._launched[instance_id] = launched = self._launch(info)
+        return launched.link
+
+    def _coordinator_client(self) -> CoordinatorClient:
+        return CoordinatorClient(
             self.control_address, self.config.credentials, find_front(self._service_id)
         )
-        starting = {rank.start.remote(coordinator): i for i, rank in self._ranks.items()}
-        self.instances = self._all_started(starting, deadline)
 
     def _start_coordinator(self) -> None:
         config = self.config
@@ -190,30 +206,17 @@ class RayService:
             buffer_batches=events.buffer_batches,
         )
 
-    def _place_instance(self, role: Role, index: int, share: float, deadline: float) -> None:
-        """Reserve a place for every rank of an instance, and make its rank 0, which makes them."""
+    def _instance(self, role: Role, index: int, share: float) -> RayInstance:
         config = self.config
-        instance_id = InstanceId(f"{role}-{index}")
-        gpus = gpus_per_process(config.device)
-        resources = {"CPU": share} | ({"GPU": float(gpus)} if gpus else {})
-        settings = self._rank_settings(role, instance_id)
-        group = ray_cluster.reserve_bundles(
-            [resources] * settings.layout.num_ranks,
-            name=naming.group_name(self._service_id, instance_id),
-            who=f"instance {instance_id}",
-            timeout_s=max(deadline - time.monotonic(), 0.1),
-        )
-        self._groups.append(group)
         threads = max(1, (os.cpu_count() or 1) // config.num_ranks)
-        place = RankPlacement(
+        return RayInstance(
             service_id=self._service_id,
-            group=group,
+            settings=self._rank_settings(role, InstanceId(f"{role}-{index}")),
             cpus=share,
-            gpus=gpus,
+            gpus=gpus_per_process(config.device),
             environment=self._environment(threads),
+            start_timeout_s=config.start_timeout_s,
         )
-        spawn = functools.partial(spawn_rank, place)
-        self._ranks[instance_id] = place.make(RankActor, settings, ray_cluster.node_host, spawn)
 
     def _rank_settings(self, role: Role, instance_id: InstanceId) -> RankSettings:
         config = self.config
@@ -247,10 +250,8 @@ class RayService:
             credentials=self.config.credentials,
         )
 
-    def _all_started(
-        self, starting: dict[Any, InstanceId], deadline: float
-    ) -> tuple[Launched, ...]:
-        """Return all instances, or raise with the first that fails, whichever it is."""
+    def _all_started(self, starting: dict[Any, InstanceId], deadline: float) -> None:
+        """Wait for all instances, or raise with the first that fails, whichever it is."""
         infos: dict[InstanceId, InstanceInfo] = {}
         left: list[Any] = list(starting)
         while left:
@@ -266,12 +267,10 @@ class RayService:
                 infos[instance_id] = get(
                     ref, timeout_s=STOP_TIMEOUT_S, who=f"instance {instance_id}"
                 )
-        return tuple(self._launched(infos[instance_id]) for instance_id in self._ranks)
+        self._launched = {i: self._launch(infos[i]) for i in self._places}
 
-    def _launched(self, info: InstanceInfo) -> Launched:
-        engine = RayEngine(self._ranks[info.instance_id], info.instance_id)
-        link = EngineLink(engine=engine, role=info.role, incarnation=info.incarnation)
-        return Launched(info=info, link=link)
+    def _launch(self, info: InstanceInfo) -> Launched:
+        return Launched(info=info, link=self._places[info.instance_id].link(info))
 
 
 @contextlib.contextmanager

@@ -1,10 +1,8 @@
 """The demo from start to end: plan, launch, converse, stop, check."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from kvferry.cluster.config import ServiceConfig
@@ -22,7 +20,8 @@ from kvferry.cluster.demo.plan import (
 from kvferry.cluster.demo.report import DemoResult
 from kvferry.cluster.demo.serve import ExtraTimings, converse, time_extra_prompt
 from kvferry.cluster.progress import Progress
-from kvferry.cluster.ray_launcher import RayService, running_service
+from kvferry.cluster.ray_launcher import running_service
+from kvferry.cluster.ray_routing import RayRouting
 from kvferry.cluster.serving.pool_size import PoolPlan, pool_of
 from kvferry.cluster.serving.router import Router, RouterSettings, Served
 from kvferry.proto.layout_fit import require_layout_fits
@@ -85,12 +84,17 @@ def run_demo(config: ServiceConfig, settings: DemoSettings, progress: Progress) 
             progress(f"metrics at {place}/metrics, and where all of them are at {place}/targets")
 
         async def conversation() -> _Shown:
-            async with _router(service) as router:
-                served = await converse(router, turns, writer, settings.sampling, progress)
-                roles = {i.info.instance_id: i.info.role for i in service.instances}
-                alive = {i: r for i, r in roles.items() if router.is_alive(i)}
-                extra = await time_extra_prompt(router, writer, alive, progress)
-            overlap = await time_overlap(partial(_router, service), writer, alive, progress)
+            async with RayRouting(service) as routing:
+                async with routing.router(RouterSettings()) as router:
+                    served = await converse(router, turns, writer, settings.sampling, progress)
+                    roles = {i.info.instance_id: i.info.role for i in service.instances}
+                    alive = {i: r for i, r in roles.items() if router.is_alive(i)}
+                    extra = await time_extra_prompt(router, writer, alive, progress)
+
+                def new_router(overlap: bool) -> AbstractAsyncContextManager[Router]:
+                    return routing.router(RouterSettings(overlap=overlap))
+
+                overlap = await time_overlap(new_router, writer, alive, progress)
             return _Shown(served, extra, overlap)
 
         shown = asyncio.run(conversation())
@@ -116,19 +120,3 @@ def _tell_instance(info: InstanceInfo, progress: Progress) -> PoolPlan:
     progress(f"{info.instance_id} ({info.role}): {ranks}")
     progress(f"{info.instance_id} has layout {layout_text(info.layout)} and {pool}")
     return pool
-
-
-@contextlib.asynccontextmanager
-async def _router(service: RayService, overlap: bool = True) -> AsyncIterator[Router]:
-    router = Router(
-        coordinator=service.coordinator,
-        engines={i.info.instance_id: i.link for i in service.instances},
-        identity_digest=service.identity.digest(),
-        scheme=service.scheme,
-        settings=RouterSettings(overlap=overlap),
-    )
-    await router.start()
-    try:
-        yield router
-    finally:
-        await router.close()

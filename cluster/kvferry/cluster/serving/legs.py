@@ -251,7 +251,8 @@ class Legs:
             log.warning("the coordinator was not told of %s: %s", instance_id, error)
         for news in lost.values():
             news.put_nowait(_death(instance_id, reason))
-        self._on_death(instance_id, reason)
+        if self._is_now(instance_id, link):
+            self._on_death(instance_id, reason)
 
     def _is_now(self, instance_id: InstanceId, link: EngineLink) -> bool:
         """Tell whether this is still the life of the instance that requests are sent to."""
