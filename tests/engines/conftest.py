@@ -81,9 +81,12 @@ class Service:
             time.sleep(0.01)
 
 
-def make_service(store_bytes: int) -> Iterator[Service]:
-    scheme = make_scheme(hash_block_tokens=16)
-    coordinator = CoordinatorActor(scheme=scheme, registry=ProcessRegistry(), check_invariants=True)
+def make_service(store_bytes: int, *, check_invariants: bool = True) -> Iterator[Service]:
+    coordinator = CoordinatorActor(
+        scheme=make_scheme(hash_block_tokens=16),
+        registry=ProcessRegistry(),
+        check_invariants=check_invariants,
+    )
     coordinator.start(lambda call: ControlServer(call, bind="127.0.0.1", port=0, insecure=False))
     service = Service(coordinator, store_bytes)
     service.start_node()

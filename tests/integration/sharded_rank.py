@@ -21,6 +21,8 @@ from kvferry.worker.model.sharded_runner import ShardedRunner
 HOST = "127.0.0.1"
 NUM_BLOCKS = 24
 ANSWER_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
+"""Four processes import torch at once, perhaps for the first time on this machine."""
 
 
 class RankProcess:
@@ -32,6 +34,10 @@ class RankProcess:
         self._process = spawning.Process(target=_serve, args=(theirs, model), daemon=True)
         self._process.start()
         theirs.close()
+
+    def wait_ready(self) -> None:
+        assert self._pipe.poll(START_TIMEOUT_S), "the rank does not start"
+        assert self._pipe.recv() == "ready"
 
     def ask(self, name: str, *arguments: Any, **settings: Any) -> None:
         self._pipe.send((name, arguments, settings))
@@ -80,6 +86,8 @@ class Instance:
 def rank_processes(model: Path, count: int) -> Iterator[list[RankProcess]]:
     processes = [RankProcess(model) for _ in range(count)]
     try:
+        for process in processes:
+            process.wait_ready()
         yield processes
     finally:
         for process in processes:
@@ -130,6 +138,7 @@ class _Rank:
 
 def _serve(pipe: Connection, model: Path) -> None:
     rank = _Rank(model)
+    pipe.send("ready")
     while True:
         try:
             name, arguments, settings = pipe.recv()

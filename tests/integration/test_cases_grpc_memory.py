@@ -16,8 +16,9 @@ from kvferry.proto.grpc_options import CHANNEL_OPTIONS
 from kvferry.proto.v1 import transfer_pb2_grpc
 from kvferry.worker.transfer_wire import fetch_ask_to_proto, make_fetch_ask
 
-BOUND_BYTES = 48 * MIB
-"""Parts of 1 MiB on their way, what the connection holds, and what first calls need once."""
+BOUND_BYTES = 64 * MIB
+"""Parts of 1 MiB on their way, what the connection holds, and what first calls need once: more
+threads, each with an arena of its own, where the machine is busy."""
 
 IDENTITY = make_identity(num_layers=NUM_LAYERS, head_size=16384)
 

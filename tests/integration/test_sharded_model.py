@@ -197,6 +197,7 @@ def test_a_killed_rank_gives_an_error_in_all_others(
         assert_named(ask_the_others(instance, absent=3))
     finally:
         processes[3] = RankProcess(tiny_model)
+        processes[3].wait_ready()
 
 
 def test_a_rank_that_never_comes_is_noticed_by_the_one_that_waits(
