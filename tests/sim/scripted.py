@@ -7,18 +7,18 @@ chance but delays of up to a millisecond.
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
+
+from tests.sim.scripted_life import NEWS_S, Life, ScriptedFetch
 
 from kvferry.cluster.serving.legs import EngineLink
 from kvferry.cluster.serving.requests import EngineRequest, Finished
 from kvferry.cluster.serving.router import Router, RouterSettings
-from kvferry.cluster.serving.sequence import Run
 from kvferry.cluster.sim.blocking import Event, simulated
 from kvferry.cluster.sim.checks import check_residency, check_rest
 from kvferry.cluster.sim.content import KnownContent, answer_of
 from kvferry.cluster.sim.coordinators import Coordinators
-from kvferry.cluster.sim.fetching import FetchClient, Served
+from kvferry.cluster.sim.fetching import Served
 from kvferry.cluster.sim.instances import Instance
 from kvferry.cluster.sim.members import Birth, Member, MemberPlan, identity_of
 from kvferry.cluster.sim.network import Network, Weather
@@ -34,109 +34,22 @@ from kvferry.cluster.sim.workload import tokens_of
 from kvferry.cluster.sim.world import Process, Task, World
 from kvferry.coordinator.instances import Instance as KnownInstance
 from kvferry.coordinator.service import CoordinatorService
-from kvferry.proto.errors import InstanceDiedError, InvariantError, KvferryError
+from kvferry.proto.errors import InvariantError, KvferryError
 from kvferry.proto.extra_keys import RequestKeys
 from kvferry.proto.hashing import hash_tokens, make_scheme
 from kvferry.proto.ids import BlockHash, Incarnation, InstanceId, RequestId
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import Command, Reply, Role
-from kvferry.worker.destination import Destination
-from kvferry.worker.fetch_terms import FetchTerms, Peer
-from kvferry.worker.frames import Frame
 from kvferry.worker.model.sampling import SamplingParams
-from kvferry.worker.transfer_session import PullSession
-from kvferry.worker.transfer_wire import FetchAsk
 
 SCHEME = make_scheme(hash_block_tokens=4)
 WEIGHTS = "1"
 NO_KEYS = RequestKeys()
 ONE_RANK = Layout(block_tokens=4)
-NEWS_S = 0.1
 SOON_S = 1.0
 """What nothing holds up takes less."""
 
 _T = TypeVar("_T")
-
-
-class ScriptedFetch(FetchClient):
-    """Calls `before_fetch`, and `at_frame` with the number of each frame, before it counts.
-
-    `is_deaf`: what is pulled goes on though nobody wants it any more.
-    """
-
-    def __init__(self, scenario: "Scenario") -> None:
-        super().__init__(scenario.network, scenario.served, frame_bytes=64, shared=0.0)
-        self.at_frame: Callable[[int], None] = lambda _: None
-        self.before_fetch: Callable[[], None] = lambda: None
-        self.is_deaf = False
-        self.num_fetches = 0
-        self.num_frames = 0
-
-    def fetch(
-        self,
-        peer: Peer,
-        ask: FetchAsk,
-        destination: Destination,
-        session: PullSession,
-        terms: FetchTerms,
-    ) -> None:
-        self.num_fetches += 1
-        self.before_fetch()
-        if self.is_deaf:
-            terms = replace(terms, cancel=Event(self._network.world))  # type: ignore[arg-type]
-        super().fetch(peer, ask, destination, session, terms)
-
-    def _decoded(self, message: object) -> Frame:
-        self.num_frames += 1
-        self.at_frame(self.num_frames)
-        return super()._decoded(message)
-
-
-class Life:
-    """A member in one life, what it pulls with, and what it has told of its requests."""
-
-    def __init__(self, member: Member, fetch: ScriptedFetch) -> None:
-        self.member = member
-        self.fetch = fetch
-        self.tokens: dict[str, tuple[int, ...]] = {}
-        self.finished: dict[str, Finished] = {}
-        self.listens = True
-
-    @property
-    def instance(self) -> Instance:
-        assert isinstance(self.member, Instance)
-        return self.member
-
-    @property
-    def engine(self) -> Any:
-        return self.instance.engine
-
-    def before_run(self, do: Callable[[Run], None]) -> None:
-        """Call `do` with each run of the model before it is computed."""
-        model = self.instance.model
-        forward = model.forward
-
-        def watched(runs: tuple[Run, ...]) -> dict[RequestId, int]:
-            for run in runs:
-                do(run)
-            return forward(runs)
-
-        model.forward = watched  # type: ignore[method-assign]
-
-    def listen(self) -> None:
-        """Take the news of the engine while nobody else does; in a task of its process."""
-        seq = 0
-        while self.listens:
-            try:
-                batch = self.engine.outputs(seq, NEWS_S)
-            except InstanceDiedError:
-                return
-            seq = batch.next_seq
-            for output in batch.outputs:
-                known = self.tokens.get(output.request_id, ())
-                self.tokens[output.request_id] = known + output.token_ids
-                if output.finished is not None:
-                    self.finished[output.request_id] = output.finished
 
 
 class Scenario:
@@ -181,7 +94,7 @@ class Scenario:
     ) -> Life:
         """Begin a life of an instance, and wait until it serves."""
         plan = _plan(name, role, layout, num_blocks, max_model_len)
-        fetch = ScriptedFetch(self)
+        fetch = ScriptedFetch(self.network, self.served)
         birth = self._birth(plan, incarnation, fetch)
         life = Life(Instance(birth, token_budget=token_budget, max_running=8), fetch)
         self._begin(life)
@@ -192,7 +105,7 @@ class Scenario:
     def add_store(self, name: str, *, num_blocks: int = 40, incarnation: int = 1) -> Life:
         """Begin a life of a store, and wait until it is a member."""
         plan = _plan(name, "store", ONE_RANK, num_blocks, 0)
-        fetch = ScriptedFetch(self)
+        fetch = ScriptedFetch(self.network, self.served)
         life = Life(Store(self._birth(plan, incarnation, fetch)), fetch)
         self._begin(life)
         self.until(lambda: self.is_member(life))

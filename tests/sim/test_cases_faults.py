@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 from tests.sim.scripted import (
-    Life,
     Scenario,
     answer,
     at_frame,
@@ -19,6 +18,7 @@ from tests.sim.scripted import (
     prompt,
     scenario,
 )
+from tests.sim.scripted_life import Life
 
 from kvferry.cluster.serving.router import Router, Served
 from kvferry.cluster.serving.routing import Route

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 from tests.sim.scripted import (
     SOON_S,
-    Life,
     Scenario,
     answer,
     at_frame,
@@ -18,6 +17,7 @@ from tests.sim.scripted import (
     prompt,
     scenario,
 )
+from tests.sim.scripted_life import Life
 
 from kvferry.proto.ids import FIRST_GROUP, InstanceId, RequestId, pack_group
 from kvferry.proto.layout import grid

@@ -108,6 +108,8 @@ def _to_json(
         "num_coordinator_restarts": report.num_restarts,
         "num_new_weights": report.num_renewals,
         "num_sharded_lives": report.num_sharded_lives,
+        "num_suspects": report.num_suspects,
+        "num_deaths": report.num_deaths,
         "requests": {
             "right": report.num_right,
             "given_up": report.num_given_up,
@@ -129,7 +131,8 @@ def _print(shown: dict[str, Any]) -> None:
         f"{shown['ran']} runs, {shown['num_steps']} steps, {shown['virtual_s']} virtual seconds, "
         f"{shown['num_crashes']} crashes, {shown['num_coordinator_restarts']} restarts of the "
         f"coordinator, {shown['num_new_weights']} times new weights, "
-        f"{shown['num_sharded_lives']} lives of several ranks; "
+        f"{shown['num_sharded_lives']} lives of several ranks, {shown['num_suspects']} suspects "
+        f"of whom {shown['num_deaths']} were taken for dead; "
         f"requests: {requests['right']} right, "
         f"{requests['given_up']} given up, {requests['failed']} failed; "
         f"{shown['remote_hit_tokens']} tokens came from peers; stores: {stores['saves']} saves, "

@@ -92,6 +92,11 @@ class Coordinators:
         """How many lives began after the first."""
         return self._num_lives - 1
 
+    def count(self, name: str) -> int:
+        """Return the sum of a counter over all lives."""
+        services = [actor.service for actor in self._actors.values()]
+        return sum(service.state.counters[name] for service in services if service is not None)
+
     def begin(self) -> None:
         """Begin the next life, whether or not the last one has ended."""
         random = self._world.random

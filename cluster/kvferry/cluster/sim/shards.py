@@ -29,6 +29,8 @@ class Report:
     num_restarts: int = 0
     num_renewals: int = 0
     num_sharded_lives: int = 0
+    num_suspects: int = 0
+    num_deaths: int = 0
     num_saves: int = 0
     num_resets: int = 0
     num_loaded_blocks: int = 0
@@ -47,6 +49,8 @@ class Report:
         self.num_restarts += result["num_restarts"]
         self.num_renewals += result["num_renewals"]
         self.num_sharded_lives += result["num_sharded_lives"]
+        self.num_suspects += result["num_suspects"]
+        self.num_deaths += result["num_deaths"]
         self.num_saves += result["num_saves"]
         self.num_resets += result["num_resets"]
         self.num_loaded_blocks += result["num_loaded_blocks"]

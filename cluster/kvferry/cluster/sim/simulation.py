@@ -68,6 +68,8 @@ class Result:
     num_restarts: int
     num_renewals: int
     num_sharded_lives: int
+    num_suspects: int
+    num_deaths: int
     violation: str | None
 
 
@@ -272,5 +274,7 @@ def simulate(seed: int, num_steps: int, profile_name: str, profile: Profile) -> 
         num_restarts=simulation.coordinators.num_restarts,
         num_renewals=population.num_renewals,
         num_sharded_lives=population.num_sharded_lives,
+        num_suspects=simulation.coordinators.count("suspects"),
+        num_deaths=simulation.coordinators.count("deaths"),
         violation=violation,
     )
