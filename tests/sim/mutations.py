@@ -148,6 +148,13 @@ MUTATIONS: dict[str, Mutation] = {
             after="        if False:\n",
         ),
     ),
+    "suspects are pulled from": (
+        Edit(
+            path=f"{COORDINATOR}/state.py",
+            before="            if instance_id in without or peer.is_suspect:\n",
+            after="            if instance_id in without:\n",
+        ),
+    ),
     "a short load counts as whole": (
         Edit(
             path=f"{SERVING}/load_orders.py",

@@ -14,6 +14,9 @@ from kvferry.proto.messages import Command, Reply, Tick
 from kvferry.proto.scheme import HashScheme
 
 LONGEST_RESTART_S = 3.0
+SUSPECT_AFTER_S = 1.5
+DEAD_AFTER_S = 6.0
+"""Less than a service takes: runs are short, and pauses and cuts are often longer than this."""
 
 
 class _Actor(CoordinatorActor):
@@ -137,6 +140,8 @@ class Coordinators:
             registry=self._registry,
             lease_cap_s=self._lease_cap_s,
             step_lease_s=self._step_lease_s,
+            suspect_after_s=SUSPECT_AFTER_S,
+            dead_after_s=DEAD_AFTER_S,
             check_invariants=True,
         )
         actor.start()
