@@ -74,7 +74,7 @@ def test_what_the_coordinator_refuses_comes_back_as_its_own_error(address: str) 
 
 
 def test_commands_of_clients_and_of_the_router_do_not_travel_this_way(address: str) -> None:
-    with pytest.raises(BadInputError, match="not a command of an engine or a store"):
+    with pytest.raises(BadInputError, match="not a command that travels packed"):
         CoordinatorClient(address).call(Describe(), timeout_s=5)
 
 

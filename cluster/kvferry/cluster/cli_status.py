@@ -61,7 +61,7 @@ def status(
     require_service_name(name)
     require_ray_address(ray_address)
     credentials = credentials_of(tls_cert, tls_key, tls_ca, tls_name, token_file)
-    shown = _ask(address or _front(name, ray_address), credentials)
+    shown = _ask(address or front_of(name, ray_address), credentials)
     if as_json:
         print(json.dumps(to_json(shown)))
     else:
@@ -70,7 +70,12 @@ def status(
         print_tables(shown, out)
 
 
-def _front(name: str, ray_address: str) -> str:
+def front_of(name: str, ray_address: str) -> str:
+    """Return the address of a front of a service in a Ray cluster.
+
+    Raises:
+        KvferryError: no such service, or nobody answers.
+    """
     with joined(ray_address, name):
         from kvferry.cluster import ray_services
 

@@ -37,7 +37,7 @@ class CoordinatorClient:
         return CoordinatorClient, (self.address, self._credentials, self._find)
 
     def call(self, command: Command, *, timeout_s: float) -> Reply:
-        """Have a command of an engine or a store executed; see `CoordinatorPort.call`."""
+        """Have a command that travels packed executed; see `CoordinatorPort.call`."""
         request = pb.ExecuteRequest(schema=SCHEMA, command=pack_command(command))
         with self._connection.stub() as stub:
             reply = stub.Execute(request, timeout=timeout_s)

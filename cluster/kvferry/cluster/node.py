@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -22,7 +22,13 @@ from kvferry.cluster.node_config import NodeConfig
 from kvferry.cluster.node_server import NodeServer
 from kvferry.cluster.store_watch import BEAT_TIMEOUT_S, StoreWatch
 from kvferry.proto.bind import reachable_address
-from kvferry.proto.errors import DeadlineError, KvferryError, ResourcesError, UnavailableError
+from kvferry.proto.errors import (
+    DeadlineError,
+    DrainedError,
+    KvferryError,
+    ResourcesError,
+    UnavailableError,
+)
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import Incarnation, InstanceId
 from kvferry.proto.layout import Layout
@@ -52,15 +58,21 @@ class _Store:
     worker: WorkerActor
     info: InstanceInfo
     coordinator: CoordinatorClient
+    detach: Callable[[Identity], None]
 
     def beat(self) -> Heard:
         """See `WatchedStore.beat`."""
         return self.worker.beat(partial(self.coordinator.call, timeout_s=BEAT_TIMEOUT_S))
 
     def come_back(self) -> None:
-        """See `WatchedStore.come_back`."""
+        """See `WatchedStore.come_back`; one that was drained is detached instead."""
         call = partial(self.coordinator.call, timeout_s=CALL_TIMEOUT_S)
-        num_blocks = self.worker.come_back(call, self.info)
+        try:
+            num_blocks = self.worker.come_back(call, self.info)
+        except DrainedError as error:
+            _log.warning("%s is closed: %s", self.info.instance_id, error)
+            self.detach(self.info.identity)
+            return
         _log.info("%s has come back with %d blocks", self.info.instance_id, num_blocks)
 
     @property
@@ -230,7 +242,13 @@ class StoreNode:
             worker.stop()
             raise
         _log.info("%s holds %d blocks for %s", info.instance_id, info.num_blocks, identity.model)
-        return _Store(worker=worker, info=info, coordinator=self._coordinator)
+        return _Store(worker=worker, info=info, coordinator=self._coordinator, detach=self._detach)
+
+    def _detach(self, identity: Identity) -> None:
+        with self._locked(CALL_TIMEOUT_S):
+            store = self._stores.pop(identity, None)
+        if store is not None:
+            store.worker.stop()
 
     def _register(self, worker: WorkerActor, info: InstanceInfo) -> None:
         call = partial(self._coordinator.call, timeout_s=CALL_TIMEOUT_S)

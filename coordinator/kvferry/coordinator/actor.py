@@ -88,7 +88,7 @@ class CoordinatorActor:
     Args:
         registry: what this life takes over from earlier ones, and leaves to later ones.
         scheme, expected_identity, lease_cap_s, step_lease_s, suspect_after_s, dead_after_s,
-            sample_block_every, check_invariants: as `CoordinatorService`.
+            warm_share, sample_block_every, check_invariants: as `CoordinatorService`.
         tick_interval_s: how often deadlines are looked at when no command comes.
 
     """
@@ -103,6 +103,7 @@ class CoordinatorActor:
         step_lease_s: float = 60.0,
         suspect_after_s: float = SUSPECT_AFTER_S,
         dead_after_s: float = DEAD_AFTER_S,
+        warm_share: float = 0.0,
         sample_block_every: int | None = None,
         check_invariants: bool = False,
         tick_interval_s: float = 0.5,
@@ -116,6 +117,7 @@ class CoordinatorActor:
             step_lease_s=step_lease_s,
             suspect_after_s=suspect_after_s,
             dead_after_s=dead_after_s,
+            warm_share=warm_share,
             sample_block_every=sample_block_every,
             check_invariants=check_invariants,
         )

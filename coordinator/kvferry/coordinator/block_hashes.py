@@ -19,10 +19,13 @@ class BlockHashes:
 
     A block carries the hash of what it holds, in one group, and may carry hashes of positions
     inside it beside that one. `carried[block]` is the first one, None where there is none.
+    `parents[block]` is the hash before it in its chain, None where that was not told; what a block
+    that carries nothing has there does not count.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.carried: list[BlockHash | None] = [None] * num_blocks
+        self.parents: list[BlockHash | None] = [None] * num_blocks
         self._indexes: dict[GroupId, HashIndex] = {}
         # The group of a block's hashes; empty while there is only one group.
         self._groups = array("I")
@@ -62,9 +65,15 @@ class BlockHashes:
     # --- changing ----------------------------------------------------------------------------
 
     def hold(
-        self, hashes: Sequence[BlockHash], blocks: list[BlockId], group_id: GroupId
+        self,
+        hashes: Sequence[BlockHash],
+        blocks: list[BlockId],
+        group_id: GroupId,
+        parents: Iterable[BlockHash | None],
     ) -> list[Removed]:
         """Let distinct blocks carry the hashes at their positions, each of a whole block.
+
+        `parents` are the hashes before them, None where one is not known.
 
         Returns:
             What blocks that were findable at a position inside them have lost.
@@ -85,8 +94,10 @@ class BlockHashes:
                 if block not in self._covered_tokens:
                     raise InvariantError("block cannot take another hash", given=block)
             removed = self.forget(taken)
-        for block, block_hash in zip(blocks, hashes, strict=True):
+        before_it = self.parents
+        for block, block_hash, parent in zip(blocks, hashes, parents, strict=True):
             carried[block] = block_hash
+            before_it[block] = parent
         self._index_of(group_id, blocks).insert(hashes, blocks)
         return removed
 
@@ -113,7 +124,7 @@ class BlockHashes:
         if self._covered_tokens.get(block, block_tokens) < covered_tokens:
             removed = self.forget([block])
         if self.carried[block] is None:
-            self.carried[block] = block_hash
+            self.carried[block], self.parents[block] = block_hash, None
             if covered_tokens < block_tokens:
                 self._covered_tokens[block] = covered_tokens
         else:
@@ -137,6 +148,7 @@ class BlockHashes:
         index.drop(hashes, [source] * len(hashes))
         index.insert(hashes, [target] * len(hashes))
         self.carried[target], self.carried[source] = self.carried[source], None
+        self.parents[target] = self.parents[source]
         if source in self._more:
             self._more[target] = self._more.pop(source)
         if source in self._covered_tokens:

@@ -114,6 +114,20 @@ class BlockPool:
         """Yield every key with its blocks, oldest copy first."""
         return self._hashes.items()
 
+    def hottest_first(self) -> Iterator[BlockHash]:
+        """Yield what is held, as often as it is: what has an owner, then what was used last.
+
+        What is free comes after what is before it in its chain. The pool must not change meanwhile.
+        """
+        states, carried = self._states, self._hashes.carried
+        owned = (held for held, state in zip(carried, states, strict=True) if type(state) is int)
+        yield from filter(None, owned)
+        yield from filter(None, map(carried.__getitem__, self._free.newest_first()))
+
+    def parent_of(self, block_id: BlockId) -> BlockHash | None:
+        """Return the hash before the one that a block carries, None where it is not known."""
+        return self._hashes.parents[block_id]
+
     def num_free_of(self, block_ids: Sequence[BlockId]) -> int:
         """Count those of the blocks that touching would take out of the free queue."""
         states = self._states
@@ -242,6 +256,7 @@ class BlockPool:
         )
         for block in blocks:
             states[block] = run
+            self._hashes.parents[block] = None  # they are no chain
         self._free.append(run, blocks)
 
     def claim(self, block_ids: Iterable[BlockId]) -> None:
@@ -288,23 +303,16 @@ class BlockPool:
             )
         blocks = list(block_ids[num_cached:num_full])
         new_hashes = hashes[num_cached:num_full]
+        parent = hashes[num_cached - 1] if num_cached else None
+        parents = [parent, *new_hashes[:-1]]
         if positions is not None:
             blocks = [block_ids[i] for i in positions]
             new_hashes = [new_hashes[i - num_cached] for i in positions]
-        self._tell(self._hashes.hold(new_hashes, blocks, group_id))
+            parents = [parents[i - num_cached] for i in positions]
+        self._tell(self._hashes.hold(new_hashes, blocks, group_id, parents))
         if self.record_events:
-            parent = hashes[num_cached - 1] if num_cached else None
-            self._events.append(
-                Stored(
-                    tuple(blocks),
-                    tuple(new_hashes),
-                    group_id,
-                    parent,
-                    block_tokens,
-                    origin,
-                    content,
-                )
-            )
+            chain = tuple(blocks), tuple(new_hashes), group_id, parent
+            self._events.append(Stored(*chain, block_tokens, origin, content))
 
     def cache_inside(
         self,

@@ -34,9 +34,9 @@ from kvferry.proto.messages import (
     Description,
     Done,
     Forgotten,
-    InstanceCommand,
     Leased,
     Located,
+    PackedCommand,
     ReleaseLease,
     RenewLease,
     Reply,
@@ -166,11 +166,11 @@ class _Handlers:
                 allowed={"schema": SCHEMA.hex()},
             )
         command = unpack_command(message.command)
-        if not isinstance(command, InstanceCommand):
+        if not isinstance(command, PackedCommand):
             raise BadInputError(
-                "not a command of an engine or a store",
+                "not a command that travels packed",
                 given=type(command).__name__,
-                allowed=[kind.__name__ for kind in get_args(InstanceCommand)],
+                allowed=[kind.__name__ for kind in get_args(PackedCommand)],
             )
         return pb.ExecuteReply(reply=pack_reply(self._call(command)))
 

@@ -31,7 +31,8 @@ def locate(state: ServiceState, command: Locate) -> Located:
     avoid = sorted(
         instance_id
         for instance_id, instance in state.instances.items()
-        if instance.is_suspect and instance.identity_digest == command.identity_digest
+        if (instance.is_suspect or instance.draining)
+        and instance.identity_digest == command.identity_digest
     )
     return Located(epoch=state.epoch, holders=holders, avoid=tuple(avoid))
 

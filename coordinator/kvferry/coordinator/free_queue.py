@@ -56,6 +56,11 @@ class FreeQueue:
         for run in self._runs:
             yield from self._live(run)
 
+    def newest_first(self) -> Iterator[BlockId]:
+        """Yield what was put to the back, the last first."""
+        for run in reversed(self._runs):
+            yield from reversed(self._live(run))
+
     def take(self, count: int) -> list[BlockId]:
         """Take `count` ids from the front, first to be reused first.
 

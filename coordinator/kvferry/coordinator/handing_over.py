@@ -1,5 +1,6 @@
 """A router opens a handoff from a prefill instance to a decode instance, and closes it."""
 
+from kvferry.coordinator.draining import require_not_draining
 from kvferry.coordinator.handoff import Handoff, HandoffEvent
 from kvferry.coordinator.leases import require_ttl
 from kvferry.coordinator.state import ServiceState
@@ -15,6 +16,7 @@ def open_handoff(state: ServiceState, command: OpenHandoff, now: float) -> Done:
         BadInputError: `ttl_s` is not a positive number of seconds.
         NotFoundError: no such instance.
         IdentityMismatchError: the two do not serve the same model.
+        BusyError: one of them is being drained.
         UnavailableError: the prefill instance is a suspect.
 
     """
@@ -24,6 +26,8 @@ def open_handoff(state: ServiceState, command: OpenHandoff, now: float) -> Done:
     require_equal_identities(
         prefill.info.identity, decode.info.identity, who=decode.info.instance_id
     )
+    require_not_draining(prefill)
+    require_not_draining(decode)
     if prefill.is_suspect:
         raise UnavailableError("not heard for a while", given=command.prefill_instance)
     open_one = state.handoffs.get(command.request_id)

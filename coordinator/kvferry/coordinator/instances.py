@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kvferry.coordinator.block_sampling import BlockSampler
 from kvferry.coordinator.cache_config import CacheConfig
 from kvferry.coordinator.cache_manager import CacheManager
+from kvferry.coordinator.moves import Draining, MoveInFlight, Wanted, Warming
 from kvferry.coordinator.prefix_rules import rules_of
 from kvferry.coordinator.request_state import RequestState
 from kvferry.coordinator.token_accounts import TokenAccounts
@@ -64,7 +65,7 @@ class Reservation:
     `block_ids[i]` is None where the instance holds `hashes[i]` already; those holders are `kept`
     in place, so that the prefix is whole when the rest has arrived. `num_resets` are those of the
     instance when it was made: after another one it is of no use. `deadline_s`: it ends by itself
-    then, as one whose id was lost on the way must.
+    then, as one whose id was lost on the way must. `move`: it is filled from a peer, for no client.
     """
 
     group_id: GroupId
@@ -73,6 +74,7 @@ class Reservation:
     kept: tuple[BlockId, ...]
     num_resets: int
     deadline_s: float
+    move: MoveInFlight | None = None
 
 
 class Instance:
@@ -89,6 +91,9 @@ class Instance:
     `requests` holds running and loading requests; `loads` those of them whose blocks are still
     being fetched, oldest first. `followers` wait for a prefill elsewhere. `sampler`, if any,
     follows the blocks of its pool.
+
+    `wanted` is what it is going to pull from peers for no request. `warming` and `draining` are
+    None for one that is neither new nor going.
 
     Raises:
         ConfigError: a pool or groups that no cache can be made of, as `CacheConfig`, or blocks
@@ -123,6 +128,9 @@ class Instance:
         self.loads: dict[RequestId, LoadInFlight] = {}
         self.followers: dict[RequestId, Follower] = {}
         self.reservations: dict[LeaseId, Reservation] = {}
+        self.wanted: Wanted = {}
+        self.warming: Warming | None = None
+        self.draining: Draining | None = None
         self.num_resets = 0
         self.returning_as: str | None = None
         self.heard_s = 0.0
@@ -138,6 +146,8 @@ class Instance:
         """What others may expect of it now."""
         if self.is_suspect:
             return "suspect"
+        if self.draining is not None:
+            return "draining"
         return "live" if self.returning_as is None else "returning"
 
     @property

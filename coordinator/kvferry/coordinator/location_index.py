@@ -308,6 +308,30 @@ class LocationIndex:
             if mask >> number & 1
         }
 
+    def mask_of(self, instance_ids: Iterable[InstanceId]) -> int:
+        """Return members as bits."""
+        return sum({1 << self._numbers[instance_id] for instance_id in instance_ids})
+
+    def holders(self, like: InstanceId, block_hash: BlockHash, group_ids: Iterable[GroupId]) -> int:
+        """Return who of a member's identity and size class has a hash in all groups, as bits."""
+        one = self._class_of[like]
+        masks = (one.groups[group_id].get(block_hash, 0) for group_id in group_ids)
+        return reduce(and_, masks, one.everyone)
+
+    def named(self, mask: int) -> Iterator[InstanceId]:
+        """Yield the members that bits stand for."""
+        left = mask
+        while left:
+            lowest = left & -left
+            yield self._members[lowest.bit_length() - 1]
+            left ^= lowest
+
+    def num_only_at(self, instance_id: InstanceId) -> int:
+        """Count the blocks that no other instance of its identity and size class holds."""
+        bit = 1 << self._numbers[instance_id]
+        groups = self._class_of[instance_id].groups
+        return sum(list(masks.values()).count(bit) for masks in groups.values())
+
     def num_keys(self) -> int:
         """Return the number of (identity, group, hash) entries."""
         return sum(

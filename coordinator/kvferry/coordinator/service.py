@@ -8,12 +8,19 @@ from collections.abc import Mapping
 
 from kvferry.coordinator import invariants
 from kvferry.coordinator.block_sampling import BlockSampler, require_sample_every
+from kvferry.coordinator.draining import (
+    drain,
+    end_drains,
+    require_not_drained,
+    require_not_draining,
+)
 from kvferry.coordinator.event_snapshot import snapshot_events
 from kvferry.coordinator.finding import lease_command, locate
 from kvferry.coordinator.handing_over import close_handoff, open_handoff
 from kvferry.coordinator.held import held_of
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.leases import require_ttl
+from kvferry.coordinator.moving import begin_moves
 from kvferry.coordinator.pool_events import Cleared, PoolEvent
 from kvferry.coordinator.registration import check_registration, require_same_member
 from kvferry.coordinator.resetting import reset_identity
@@ -22,6 +29,8 @@ from kvferry.coordinator.silence import DEAD_AFTER_S, SUSPECT_AFTER_S, Silence
 from kvferry.coordinator.state import InstanceEvents, ServiceState
 from kvferry.coordinator.step import apply_step
 from kvferry.coordinator.storing import end_reservation, expire_reservations, reserve
+from kvferry.coordinator.warming import begin_warming, require_share
+from kvferry.proto.drain_messages import Drain
 from kvferry.proto.errors import (
     BadInputError,
     NotRegisteredError,
@@ -57,7 +66,7 @@ from kvferry.proto.messages import (
 )
 from kvferry.proto.restore_messages import RestoreBlocks, RestoreRequests
 from kvferry.proto.scheme import HashScheme
-from kvferry.proto.step_messages import Step
+from kvferry.proto.step_messages import Move, Step
 
 # A repeat comes within a call's deadline; at some thousand calls per second this covers seconds.
 _REMEMBERED_REPLIES = 8192
@@ -77,6 +86,8 @@ class CoordinatorService:
         step_lease_s: how long the source of a load is leased.
         suspect_after_s, dead_after_s: how long a member may be silent before nothing new is asked
             of it, and before it is forgotten.
+        warm_share: the part of its blocks, 0 to 1, that an instance which is new fills with what is
+            hot at its peers.
         sample_block_every: follow every n-th block that a pool hands out; None: none.
         tells_pool_events: keep what the pools do until `take_pool_events` is called, as must be
             done after every command; engines are asked to tell their requests' content.
@@ -95,6 +106,7 @@ class CoordinatorService:
         step_lease_s: float = 60.0,
         suspect_after_s: float = SUSPECT_AFTER_S,
         dead_after_s: float = DEAD_AFTER_S,
+        warm_share: float = 0.0,
         sample_block_every: int | None = None,
         tells_pool_events: bool = False,
         check_invariants: bool = False,
@@ -103,7 +115,7 @@ class CoordinatorService:
 
         Raises:
             BadInputError: a duration that is not a positive number of seconds.
-            ConfigError: `sample_block_every` is not a positive integer.
+            ConfigError: `sample_block_every` is not a positive integer, or `warm_share` no part.
 
         """
         if sample_block_every is not None:
@@ -121,6 +133,7 @@ class CoordinatorService:
         self._wants_content = tells_pool_events
         self._expected_identity = expected_identity
         self._step_lease_s = step_lease_s
+        self._warm_share = require_share(warm_share)
         self._sample_block_every = sample_block_every
         self._check_invariants = check_invariants
         self._replies: OrderedDict[tuple[type, str], tuple[Reply, int]] = OrderedDict()
@@ -143,6 +156,7 @@ class CoordinatorService:
         )
         reply = self._remembered(command)
         if reply is None:
+            expired |= isinstance(command, Tick) and end_drains(self.state, now)
             reply = Done(changed=expired) if isinstance(command, Tick) else self._run(command, now)
             self._remember(command, reply)
         self.state.follow_pools()
@@ -212,6 +226,8 @@ class CoordinatorService:
                 reply = self._membership(command)
             case AcquireLease() | RenewLease() | ReleaseLease():
                 reply = lease_command(self.state, command, now)
+            case Drain():
+                reply = drain(self.state, command, now)
             case OpenHandoff():
                 reply = open_handoff(self.state, command, now)
             case CloseHandoff():
@@ -247,6 +263,7 @@ class CoordinatorService:
             expected_identity=self._expected_identity,
             members=(instance.info for instance in self.state.instances.values()),
         )
+        require_not_drained(self.state, info)
         # Built first: a pool that cannot be made is refused before its last life is forgotten.
         instance = Instance(info, self._new_sampler())
         known = self.state.instances.get(info.instance_id)
@@ -265,6 +282,8 @@ class CoordinatorService:
             )
         instance.returning_as = command.call_id if command.returning else None
         self.state.add_instance(instance)
+        if self._warm_share and not command.returning:
+            begin_warming(self.state, instance, self._warm_share, self.state.moment.now_s)
         places = ", ".join(info.rank_addresses)
         self.state.note("instance_registered", f"{info.instance_id} at {places}")
         return self._registered(instance)
@@ -324,19 +343,26 @@ class CoordinatorService:
         instance = self._sender(command)
         match command:
             case Heartbeat():
-                return Heard()
+                return Heard(moves=self._moves_of_store(instance, now))
             case RestoreBlocks():
                 return restore_blocks(instance, command)
             case RestoreRequests():
                 return restore_requests(self.state, instance, command)
             case Reserve():
+                require_not_draining(instance)
                 return reserve(self.state, instance, command, now=now)
             case EndReservation():
-                return end_reservation(instance, command)
+                return end_reservation(self.state, instance, command)
             case Step():
                 return apply_step(
                     self.state, instance, command, now=now, step_lease_s=self._step_lease_s
                 )
+
+    def _moves_of_store(self, instance: Instance, now: float) -> tuple[Move, ...]:
+        """Return what a store is to pull; engines hear of theirs in their steps."""
+        if instance.info.role != "store" or instance.returning_as is not None:
+            return ()
+        return begin_moves(self.state, instance, now)
 
     # --- looking in --------------------------------------------------------------------------
 

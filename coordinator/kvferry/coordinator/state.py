@@ -15,6 +15,7 @@ from kvferry.coordinator.location_index import LocationIndex
 from kvferry.coordinator.pool_events import Cleared, PoolEvent
 from kvferry.coordinator.prefix_rules import PrefixRule
 from kvferry.coordinator.silence import Silence
+from kvferry.proto.drain_messages import Drained
 from kvferry.proto.errors import InvariantError, NotFoundError
 from kvferry.proto.ids import (
     BlockHash,
@@ -41,6 +42,12 @@ COUNTERS = (
     "handoffs_failed",
     "handoffs_expired",
     "handoffs_without_taker",
+    "drains",
+    "drained_blocks",
+    "drained_bytes",
+    "warmed_blocks",
+    "warmed_bytes",
+    "failed_moves",
     "resets",
     "returns",
     "suspects",
@@ -85,6 +92,8 @@ class ServiceState:
         self.leases = LeaseTable(epoch, lease_cap_s)
         self.resets = Counter(resets)
         self.handoffs: dict[RequestId, Handoff] = {}
+        # How the last drain of each instance ended; that life of it does not come back.
+        self.drained: dict[InstanceId, Drained] = {}
         # No reservation can have expired before this moment.
         self.earliest_reservation_s = math.inf
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))

@@ -1,4 +1,4 @@
-"""One engine step: reports, then slots for running requests, then admissions, then loads ahead.
+"""One engine step: reports, slots for running requests, admissions, loads ahead, moves.
 
 The order is the contract of `step_messages.Step`. Blocks go to running requests first, in the
 engine's order; a load never keeps a running request from growing for longer than its cancellation
@@ -13,10 +13,12 @@ from kvferry.coordinator.handoff import HandoffEvent
 from kvferry.coordinator.hit_finders import GroupBlocks
 from kvferry.coordinator.instances import Follower, Instance, LoadInFlight
 from kvferry.coordinator.loading import Loading
+from kvferry.coordinator.moving import begin_moves, num_moving
 from kvferry.coordinator.request_state import RequestState
 from kvferry.coordinator.state import ServiceState
 from kvferry.coordinator.step_checks import check_step
 from kvferry.coordinator.step_outcome import StepOutcome
+from kvferry.coordinator.storing import end_moves
 from kvferry.proto.ids import RequestId
 from kvferry.proto.step_messages import (
     Progress,
@@ -42,6 +44,7 @@ def apply_step(
     outcome = StepOutcome(token_budget=step.token_budget, max_ahead_tokens=step.ahead_tokens)
     loading = Loading(state, instance, outcome, now)
     failed_loads = loading.end(step.load_results)
+    end_moves(state, instance, step.moves_ended)
     for progress in step.progress:
         _take_in(state, instance, progress)
     for release in step.releases:
@@ -58,6 +61,7 @@ def apply_step(
         admission = Admission(loading, step_lease_s)
         if all(admission.admit(ask) for ask in step.waiting) or not outcome.token_budget:
             load_ahead(admission)
+            outcome.moves += begin_moves(state, instance, now)
         else:
             _cancel_loads_ahead(state, instance, outcome)
     end_waits(state, instance, outcome)
@@ -164,8 +168,8 @@ class _RunningGrants:
     num_promised: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        # Blocks that come back when the writers of cancelled loads are closed.
-        self.num_returning = sum(
+        # Blocks that come back when the writers of cancelled loads, and of moves, are closed.
+        self.num_returning = num_moving(self.instance) + sum(
             self._num_own_blocks(request_id)
             for request_id, load in self.instance.loads.items()
             if load.cancelled

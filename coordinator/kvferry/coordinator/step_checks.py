@@ -8,7 +8,15 @@ from collections.abc import Iterable
 from kvferry.coordinator.instances import Instance, LoadInFlight
 from kvferry.proto.errors import BadInputError, NeverFitsError, NotFoundError, PromptTooLongError
 from kvferry.proto.ids import RequestId
-from kvferry.proto.step_messages import AdmitAsk, LoadFailure, LoadResult, Progress, Step
+from kvferry.proto.messages import EndReservation
+from kvferry.proto.step_messages import (
+    AdmitAsk,
+    LoadFailure,
+    LoadResult,
+    MoveEnd,
+    Progress,
+    Step,
+)
 
 
 def check_step(instance: Instance, step: Step) -> None:
@@ -29,8 +37,7 @@ def check_step(instance: Instance, step: Step) -> None:
             )
     for part in ("load_results", "progress", "releases", "running", "waiting"):
         _refuse_repeats(part, (item.request_id for item in getattr(step, part)))
-    for result in step.load_results:
-        _check_load_result(instance, result)
+    _check_ends(instance, step)
     ended_loads = {result.request_id: result for result in step.load_results}
     for progress in step.progress:
         _check_progress(instance, progress, ended_loads)
@@ -51,6 +58,27 @@ def check_step(instance: Instance, step: Step) -> None:
             if ask.request_id in instance.followers:
                 raise BadInputError("a request follows a prefill already", given=ask.request_id)
         _check_admission(instance, ask)
+
+
+def _check_ends(instance: Instance, step: Step) -> None:
+    for result in step.load_results:
+        _check_load_result(instance, result)
+    for end in step.moves_ended:
+        check_written(instance, end)
+
+
+def check_written(instance: Instance, end: EndReservation | MoveEnd) -> None:
+    """Refuse an end of more than was reserved.
+
+    Raises:
+        BadInputError: naming both counts.
+
+    """
+    reservation = instance.reservations.get(end.reservation_id)
+    if reservation is not None and not 0 <= end.num_written <= len(reservation.hashes):
+        raise BadInputError(
+            "num_written", given=end.num_written, allowed=f"0 to {len(reservation.hashes)}"
+        )
 
 
 def _refuse_repeats(part: str, request_ids: Iterable[RequestId]) -> None:

@@ -6,7 +6,7 @@ from kvferry.coordinator.hit_finders import GroupBlocks
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.request_state import RequestState
 from kvferry.proto.ids import RequestId
-from kvferry.proto.step_messages import Load, Scheduled, StepReply
+from kvferry.proto.step_messages import Load, Move, Scheduled, StepReply
 
 _LEFT_FREE = 8
 
@@ -36,6 +36,7 @@ class StepOutcome:
     failed_loads: set[RequestId] = field(default_factory=set)
     cancel_loads: list[RequestId] = field(default_factory=list)
     prefill_over: list[RequestId] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
 
     def grant(
         self,
@@ -84,4 +85,5 @@ class StepOutcome:
             preempted=tuple(self.preempted),
             cancel_loads=tuple(self.cancel_loads),
             prefill_over=tuple(self.prefill_over),
+            moves=tuple(self.moves),
         )

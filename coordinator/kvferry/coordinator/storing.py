@@ -1,12 +1,16 @@
 """Reservations: destination blocks for content that a client is about to store."""
 
 import math
+from collections.abc import Iterable
 
 from kvferry.coordinator.instances import Instance, Reservation
+from kvferry.coordinator.moving import cache_moved, end_move
 from kvferry.coordinator.state import ServiceState
+from kvferry.coordinator.step_checks import check_written
 from kvferry.proto.errors import BadInputError, BusyError, NeverFitsError, NotFoundError
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, runs_of_reserved
 from kvferry.proto.messages import Done, EndReservation, Reserve, Reserved
+from kvferry.proto.step_messages import MoveEnd
 
 
 def reserve(state: ServiceState, instance: Instance, command: Reserve, *, now: float) -> Reserved:
@@ -91,12 +95,24 @@ def expire_reservations(state: ServiceState, now: float) -> bool:
             del instance.reservations[reservation_id]
             _give_back(instance, reservation)
             num_ended += 1
+            end_move(state, instance, reservation, 0)
             state.note("reservation_expired", f"{reservation_id} at {instance.info.instance_id}")
     state.counters["expired_reservations"] += num_ended
     return num_ended > 0
 
 
-def end_reservation(instance: Instance, command: EndReservation) -> Done:
+def end_moves(state: ServiceState, instance: Instance, ends: Iterable[MoveEnd]) -> None:
+    """Take in how an engine's moves ended; those that have expired meanwhile are counted only."""
+    for end in ends:
+        if end.reservation_id in instance.reservations:
+            end_reservation(state, instance, end)
+        else:
+            state.counters["ignored_messages"] += 1
+
+
+def end_reservation(
+    state: ServiceState, instance: Instance, command: EndReservation | MoveEnd
+) -> Done:
     """Make what was written findable, unless there was a reset, and give all blocks back.
 
     Raises:
@@ -107,18 +123,24 @@ def end_reservation(instance: Instance, command: EndReservation) -> Done:
     reservation = instance.reservations.get(command.reservation_id)
     if reservation is None:
         raise NotFoundError("unknown or ended reservation", given=command.reservation_id)
-    if not 0 <= command.num_written <= len(reservation.hashes):
-        raise BadInputError(
-            "num_written", given=command.num_written, allowed=f"0 to {len(reservation.hashes)}"
-        )
+    check_written(instance, command)
     del instance.reservations[command.reservation_id]
-    pool = instance.manager.pool
-    reserved = [NULL_BLOCK if block is None else block for block in reservation.block_ids]
     is_good = reservation.num_resets == instance.num_resets
     num_kept = command.num_written if is_good else 0
+    if reservation.move is not None:
+        cache_moved(instance, reservation, num_kept)
+    else:
+        _cache_stored(instance, reservation, num_kept)
+    _give_back(instance, reservation)
+    end_move(state, instance, reservation, num_kept)
+    return Done(changed=is_good)
+
+
+def _cache_stored(instance: Instance, reservation: Reservation, num_written: int) -> None:
+    reserved = [NULL_BLOCK if block is None else block for block in reservation.block_ids]
     # Told run by run, every event is a piece of the chain with what came before it.
-    for run in runs_of_reserved(reservation.block_ids[:num_kept]):
-        pool.cache_full_blocks(
+    for run in runs_of_reserved(reservation.block_ids[:num_written]):
+        instance.manager.pool.cache_full_blocks(
             reservation.hashes,
             reserved,
             run.start,
@@ -127,8 +149,6 @@ def end_reservation(instance: Instance, command: EndReservation) -> Done:
             block_tokens=instance.block_tokens,
             origin=instance.manager.groups[reservation.group_id].origin,
         )
-    _give_back(instance, reservation)
-    return Done(changed=is_good)
 
 
 def _give_back(instance: Instance, reservation: Reservation) -> None:

@@ -162,6 +162,12 @@ class NotRegisteredError(StaleError):
     """The sender is no member in this life of the coordinator: it has to come back."""
 
 
+class DrainedError(KvferryError):
+    """An instance was drained: in this life it can never be a member again."""
+
+    grpc_status = "FAILED_PRECONDITION"
+
+
 class NotFoundError(KvferryError, LookupError):
     """An instance, request, lease or reservation that is not known (or no longer)."""
 

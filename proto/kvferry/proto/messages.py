@@ -12,6 +12,7 @@ What an instance says also carries the lives it was said under (`epoch` of the c
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from kvferry.proto.drain_messages import Drain, Drained
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.identity import Identity
 from kvferry.proto.ids import (
@@ -29,11 +30,12 @@ from kvferry.proto.instance_stats import Held, InstanceStats
 from kvferry.proto.layout import Layout
 from kvferry.proto.restore_messages import RestoreBlocks, RestoreRequests
 from kvferry.proto.scheme import HashScheme
-from kvferry.proto.step_messages import Source, Step, StepReply
+from kvferry.proto.step_messages import Move, Source, Step, StepReply
 
 Role = Literal["prefill", "decode", "store"]
-InstanceState = Literal["live", "returning", "suspect"]
-"""`returning`: it has not told all that it holds. `suspect`: it was not heard for a while."""
+InstanceState = Literal["live", "returning", "suspect", "draining"]
+"""`returning`: it has not told all that it holds. `suspect`: it was not heard for a while.
+`draining`: it does nothing new, and goes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,12 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
-    """The instance is known, and was heard at this moment."""
+    """The instance is known, and was heard at this moment.
+
+    `moves`: what a store is to pull. They are said once, and end by themselves if that was lost.
+    """
+
+    moves: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,10 +352,22 @@ MemberCommand = Step | Heartbeat | Reserve | EndReservation | RestoreBlocks | Re
 """What only a registered instance says, in the lives that it names."""
 
 InstanceCommand = RegisterInstance | RemoveInstance | MemberCommand
+PackedCommand = InstanceCommand | Drain
+"""What processes of the same version of kvferry say; clients of other versions say the rest."""
+
 ClientCommand = Describe | Locate | AcquireLease | RenewLease | ReleaseLease | ResetIdentity
-Command = InstanceCommand | ClientCommand | OpenHandoff | CloseHandoff | Tick
+Command = InstanceCommand | ClientCommand | OpenHandoff | CloseHandoff | Drain | Tick
 Reply = (
-    Registered | Done | Heard | StepReply | Located | Leased | Reserved | Forgotten | Description
+    Registered
+    | Done
+    | Heard
+    | StepReply
+    | Located
+    | Leased
+    | Reserved
+    | Forgotten
+    | Drained
+    | Description
 )
 _R = TypeVar("_R")
 

@@ -83,6 +83,17 @@ class LoadResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoveEnd:
+    """A move has ended and its writer is closed, whatever the outcome.
+
+    The blocks of its first `num_written` hashes are completely here, on every rank.
+    """
+
+    reservation_id: LeaseId
+    num_written: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
     """A request has ended here; its blocks go back (cached ones stay findable).
 
@@ -127,11 +138,12 @@ class AdmitAsk:
 class Step:
     """One engine step, whatever the number of requests in it.
 
-    The coordinator applies, in order: `load_results`, `progress`, `releases`, then lets failed
-    loads go on at other holders, then grants slots to `running` (first to last; when blocks run
-    out, loads in flight are cancelled first, then the *last* running request is preempted; one that
-    loads again is passed over), then admits `waiting` from the front until one does not fit. The
-    engine expresses its policy (first come first served, priority) by the order alone.
+    The coordinator applies, in order: `load_results`, `moves_ended`, `progress`, `releases`, then
+    lets failed loads go on at other holders, then grants slots to `running` (first to last; when
+    blocks run out, loads in flight are cancelled first, then the *last* running request is
+    preempted; one that loads again is passed over), then admits `waiting` from the front until one
+    does not fit. The engine expresses its policy (first come first served, priority) by the order
+    alone.
 
     `follows`: requests that a prefill instance computes meanwhile, each said once, as they would
     ask for admission. After all others they get loads that are `ahead`, in this step and later
@@ -147,6 +159,7 @@ class Step:
     instance_id: InstanceId
     incarnation: Incarnation
     load_results: tuple[LoadResult, ...] = ()
+    moves_ended: tuple[MoveEnd, ...] = ()
     progress: tuple[Progress, ...] = ()
     releases: tuple[Release, ...] = ()
     running: tuple[RunningAsk, ...] = ()
@@ -217,6 +230,28 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """An instance is to pull blocks of a group from a peer, for no request of its own.
+
+    `hashes` are those of whole blocks, which cover as many tokens at both sides; they need not be a
+    chain. `block_ids` are reserved for them here until the reservation ends, and what they held is
+    forgotten. The source's are leased for `ttl_s` more seconds. What the taker wrote under less
+    than `num_resets` resets of its identity is to be forgotten.
+
+    Its end is told in `Step.moves_ended`, by a store with `EndReservation`.
+    """
+
+    reservation_id: LeaseId
+    group_id: GroupId
+    hashes: tuple[BlockHash, ...]
+    block_ids: tuple[BlockId, ...]
+    source: Source
+    lease_id: LeaseId
+    ttl_s: float
+    num_resets: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReply:
     """What to run in this step.
 
@@ -225,6 +260,7 @@ class StepReply:
     treat the request as preempted then (it appears in a later reply's `preempted`). One of them may
     be among this reply's `loads`. One whose load is `ahead` goes on following instead.
     `prefill_over`: these follow no prefill any more, however it ended: ask for their admission.
+    `moves`: pull these, too, whatever is running.
     """
 
     scheduled: tuple[Scheduled, ...] = ()
@@ -232,3 +268,4 @@ class StepReply:
     preempted: tuple[RequestId, ...] = ()
     cancel_loads: tuple[RequestId, ...] = ()
     prefill_over: tuple[RequestId, ...] = ()
+    moves: tuple[Move, ...] = ()

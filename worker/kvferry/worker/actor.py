@@ -16,6 +16,7 @@ from kvferry.worker.kv_memory import KvMemory
 from kvferry.worker.returning import come_back
 from kvferry.worker.service import WorkerService
 from kvferry.worker.stats import WorkerStats
+from kvferry.worker.store_moves import StoreMoves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ class WorkerActor:
         self._config: StoreConfig | None = None
         self._service: WorkerService | None = None
         self._reserver: CoordinatorReserver | None = None
+        self._moves: StoreMoves | None = None
         self._num_returns = 0
 
     def start(self, config: StoreConfig) -> StoreStarted:
@@ -89,11 +91,12 @@ class WorkerActor:
         return StoreStarted(address=address, pid=os.getpid())
 
     def set_coordinator(
-        self, call: Call, epoch: Epoch, on_lost: Callable[[], None] = lambda: None
+        self, call: Call, epoch: Epoch, beat_soon: Callable[[], None] = lambda: None
     ) -> None:
         """Take stores from now on, with blocks reserved through `call` under `epoch`.
 
-        After `on_lost` has been called none is taken, until `come_back` has succeeded.
+        `beat_soon` is called when there may be something to hear: the store has to come back, and
+        takes none until `come_back` has succeeded, or a move has ended.
 
         Raises:
             ConfigError: the worker was not started.
@@ -105,16 +108,22 @@ class WorkerActor:
             instance_id=self._config.instance_id,
             incarnation=self._config.incarnation,
             epoch=epoch,
-            on_lost=on_lost,
+            on_lost=beat_soon,
         )
+        self._moves = StoreMoves(service, self._reserver, beat_soon)
 
     def beat(self, call: Call) -> Heard:
         """Tell the coordinator that the instance lives; as `CoordinatorReserver.beat`.
 
+        What it is to move is begun.
+
         Raises:
             ConfigError: the worker has no coordinator.
         """
-        return self._member().beat(call)
+        heard = self._member().beat(call)
+        if self._moves is not None:
+            self._moves.begin(heard.moves)
+        return heard
 
     def come_back(self, call: Call, info: InstanceInfo) -> int:
         """Register again with all that is held; errors and value as `returning.come_back`.
@@ -142,6 +151,8 @@ class WorkerActor:
 
     def stop(self) -> None:
         """Stop serving; repeating, or without a start, is fine."""
+        if self._moves is not None:
+            self._moves.stop()
         if self._service is not None:
             self._service.stop()
             self._service = None

@@ -147,6 +147,14 @@ class CoordinatorReserver:
             num_resets=reserved.num_resets,
         )
 
+    def adopt(self) -> None:
+        """Take note of a reservation that the coordinator made by itself; `end` must follow.
+
+        Raises:
+            UnavailableError: the instance has to come back to the coordinator first.
+        """
+        self._open()
+
     def end(self, reservation_id: LeaseId, num_written: int) -> None:
         """Say that the writer is closed and the first `num_written` hashes are completely here.
 

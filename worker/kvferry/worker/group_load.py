@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kvferry.proto.ids import BlockHash, BlockId, GroupId
 from kvferry.proto.shared_chain import block_keys, blocks_of_range, hashes_per_block
+from kvferry.proto.step_messages import Move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,22 @@ class GroupLoad:
     hashes: Sequence[BlockHash]
     first_source_block: int
     source_hashes: Sequence[BlockHash]
+
+
+def load_of_move(move: Move) -> GroupLoad:
+    """Return the load that carries out a move.
+
+    Its blocks need not follow one another in any sequence; as they are whole and cover as much at
+    both sides, they lie in each other in the same way wherever they stand.
+    """
+    return GroupLoad(
+        group_id=move.group_id,
+        first_block=0,
+        block_ids=move.block_ids,
+        hashes=move.hashes,
+        first_source_block=0,
+        source_hashes=move.hashes,
+    )
 
 
 def group_load(

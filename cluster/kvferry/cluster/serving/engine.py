@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -24,12 +25,19 @@ from kvferry.cluster.ports import CoordinatorPort
 from kvferry.cluster.serving.limits import Limits, require_fits
 from kvferry.cluster.serving.load_orders import LoadOrder, load_result
 from kvferry.cluster.serving.membership import Membership, Stage
+from kvferry.cluster.serving.move_pulls import MovePulls
 from kvferry.cluster.serving.outbox import Outbox
 from kvferry.cluster.serving.pulse import Pulse
 from kvferry.cluster.serving.requests import EngineRequest, Output, OutputBatch
 from kvferry.cluster.serving.scheduler import Scheduler
 from kvferry.cluster.serving.sequence import Run
-from kvferry.proto.errors import ConfigError, DeadlineError, InstanceDiedError, KvferryError
+from kvferry.proto.errors import (
+    ConfigError,
+    DeadlineError,
+    DrainedError,
+    InstanceDiedError,
+    KvferryError,
+)
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, LeaseId, RequestId
 from kvferry.proto.messages import InstanceInfo, Registered
 from kvferry.proto.scheme import HashScheme
@@ -124,6 +132,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
             tells_content=registered.wants_content,
         )
+        self._moves = MovePulls(mover, self._notify, self.fail)
         self._outbox = Outbox(info.instance_id)
         self._wake = threading.Condition()
         self._inbox: deque[EngineRequest | RequestId] = deque()
@@ -197,6 +206,7 @@ class Engine:
             self._wake.notify_all()
         for cancel in list(self._cancels.values()):
             cancel.set()
+        self._moves.stop()
         self._membership.stop()
         self._thread.join(timeout_s)
         self._loaders.shutdown(wait=False, cancel_futures=True)
@@ -208,6 +218,9 @@ class Engine:
         try:
             while not self._stopping:
                 self._advance()
+        except DrainedError as error:
+            log.warning("engine of %s ends: %s", self._info.instance_id, error)
+            self._outbox.fail(f"{type(error).__name__}: {error}")
         except Exception as error:  # the loop's end must be told, whatever it was
             log.exception("engine of %s failed", self._info.instance_id)
             self._outbox.fail(f"{type(error).__name__}: {error}")
@@ -242,10 +255,11 @@ class Engine:
         """Tell whether the coordinator must be asked, or told, something now."""
         if self._membership.stage is not Stage.MEMBER:
             # What loads still write could be told neither as held nor as free.
-            return not self._cancels
+            return not self._cancels and self._moves.are_closed()
         since_s = time.monotonic() - self._asked_s
         return self._scheduler.may_ask_before_computing() and (
             self._scheduler.must_ask()
+            or self._moves.any_ended()
             or (since_s >= FOLLOW_PAUSE_S and self._scheduler.follows_prefills())
             or since_s >= HEARTBEAT_S
         )
@@ -257,6 +271,7 @@ class Engine:
             case Stage.LOST:
                 return partial(self._membership.tell_blocks, self._mover.inventory)
             case Stage.BLOCKS_TOLD:
+                self._moves.take_ended()  # told as what is held
                 return partial(self._membership.tell_requests, self._scheduler.start_over())
 
     def _is_answered(self, timeout_s: float) -> bool:
@@ -286,6 +301,7 @@ class Engine:
             # Their sources are not leased any more, nor their destinations theirs.
             for request_id in self._scheduler.cancel_loads():
                 self._cancel_load(request_id)
+            self._moves.cancel()
 
     def _take_reply(self, reply: StepReply) -> None:
         work = self._scheduler.apply(reply)
@@ -295,6 +311,7 @@ class Engine:
             self._loaders.submit(self._load, order, self._cancels[order.load.request_id])
         for request_id in work.cancel_loads:
             self._cancel_load(request_id)
+        self._moves.begin(reply.moves)
         self._nothing_came = not (reply.scheduled or reply.loads or reply.prefill_over)
         self._publish(self._scheduler.take_outputs())
 
@@ -312,12 +329,13 @@ class Engine:
     def _next_step(self) -> Step:
         self._num_steps += 1
         info = self._info
-        return self._scheduler.build_step(
+        step = self._scheduler.build_step(
             call_id=f"{info.instance_id}/{info.incarnation}/step/{self._num_steps}",
             epoch=self._membership.epoch,
             instance_id=info.instance_id,
             incarnation=info.incarnation,
         )
+        return replace(step, moves_ended=self._moves.take_ended())
 
     def _load(self, order: LoadOrder, cancel: threading.Event) -> None:
         load = order.load
@@ -350,7 +368,17 @@ class Engine:
         if request_id is not None and request_id in self._cancels:
             self._cancels[request_id].set()
 
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify_all()
+
     def _pause(self, timeout_s: float) -> None:
         with self._wake:
-            if not (self._inbox or self._loads_ended or self._stopping or self._failure):
+            if not (
+                self._inbox
+                or self._loads_ended
+                or self._stopping
+                or self._failure
+                or (self._moves.any_ended() and self._membership.stage is Stage.MEMBER)
+            ):
                 self._wake.wait(timeout_s)

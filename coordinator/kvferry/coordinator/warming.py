@@ -1,0 +1,110 @@
+"""Warming: an instance that is new pulls the hottest prefixes of its peers."""
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+
+from kvferry.coordinator.chains import groups_that_hold, holds, parent_of, peers_of
+from kvferry.coordinator.instances import Instance
+from kvferry.coordinator.moves import Tally, Warming
+from kvferry.coordinator.state import ServiceState
+from kvferry.proto.errors import ConfigError
+from kvferry.proto.ids import BlockHash, InstanceId
+
+# Others are answered between two such slices of a plan.
+_SLICE = 512
+
+
+def require_share(share: object) -> float:
+    """Return the part of a pool that is warmed, if it is one.
+
+    Raises:
+        ConfigError: not a number from 0 to 1.
+
+    """
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ConfigError("warm_share must be a part", given=repr(share), allowed="0 to 1")
+    return float(share)
+
+
+def begin_warming(state: ServiceState, taker: Instance, share: float, now: float) -> None:
+    """Let a new instance want what is hot at its peers, for a share of its blocks."""
+    peers = [peer for peer in peers_of(state, taker) if peer.manager.pool.num_cached_blocks]
+    room = int(taker.num_usable_blocks * share)
+    if not peers or not room:
+        return
+    # A prefix that several have is seen as often.
+    hottest = {
+        peer.info.instance_id: list(islice(peer.manager.pool.hottest_first(), room))
+        for peer in peers
+    }
+    taker.warming = Warming(
+        room=room,
+        left=deque(_in_turn(hottest)),
+        tally=Tally(purpose="warmed", started_s=now),
+    )
+
+
+def warm_some(state: ServiceState, taker: Instance, warming: Warming) -> None:
+    """Look at some more of what is hot, and let the taker want it with the chain before it."""
+    for _ in range(min(_SLICE, len(warming.left))):
+        source_id, block_hash = warming.left.popleft()
+        source = state.instances.get(source_id)
+        if source is None or source.is_suspect:
+            continue
+        path = _path(source, taker, warming, block_hash)
+        num_blocks = sum(len(groups_that_hold(source, one)) for one in path)
+        if num_blocks > warming.room:
+            continue
+        warming.room -= num_blocks
+        warming.planned.update(path)
+        for one in path:
+            for group_id in groups_that_hold(source, one):
+                taker.wanted.setdefault((source_id, group_id), deque()).append(one)
+    if not warming.room:
+        warming.left.clear()
+
+
+def end_warming(state: ServiceState, taker: Instance, now: float) -> None:
+    """Tell that an instance is warm, once nothing more comes to it."""
+    warming = taker.warming
+    if warming is None or warming.left or taker.wanted:
+        return
+    if any(one.move is not None for one in taker.reservations.values()):
+        return
+    taker.warming = None
+    num_blocks = warming.tally.num_blocks.total()
+    num_bytes = num_blocks * taker.info.identity.block_bytes(taker.block_tokens)
+    state.note(
+        "instance_warmed",
+        f"{taker.info.instance_id}: {num_blocks} blocks ({num_bytes} bytes) in "
+        f"{now - warming.tally.started_s:.1f} s",
+    )
+
+
+def _in_turn(
+    hottest: dict[InstanceId, list[BlockHash]],
+) -> Iterator[tuple[InstanceId, BlockHash]]:
+    """Yield the first of each, then the second of each, and so on."""
+    for index in range(max(map(len, hottest.values()))):
+        for instance_id, hashes in hottest.items():
+            if index < len(hashes):
+                yield instance_id, hashes[index]
+
+
+def _path(
+    source: Instance, taker: Instance, warming: Warming, block_hash: BlockHash
+) -> list[BlockHash]:
+    """Return what the taker lacks of the chain up to a block, in order.
+
+    No longer than there is room for and one more.
+    """
+    path: list[BlockHash] = []
+    one: BlockHash | None = block_hash
+    while one is not None and one not in warming.planned and len(path) <= warming.room:
+        if holds(taker, one, groups_that_hold(source, one)):
+            break
+        path.append(one)
+        one = parent_of(source, one)
+    path.reverse()
+    return path
