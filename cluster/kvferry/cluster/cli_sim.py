@@ -110,6 +110,9 @@ def _to_json(
         "num_sharded_lives": report.num_sharded_lives,
         "num_suspects": report.num_suspects,
         "num_deaths": report.num_deaths,
+        "num_drains": report.num_drains,
+        "num_drained_blocks": report.num_drained_blocks,
+        "num_warmed_blocks": report.num_warmed_blocks,
         "requests": {
             "right": report.num_right,
             "given_up": report.num_given_up,
@@ -132,7 +135,8 @@ def _print(shown: dict[str, Any]) -> None:
         f"{shown['num_crashes']} crashes, {shown['num_coordinator_restarts']} restarts of the "
         f"coordinator, {shown['num_new_weights']} times new weights, "
         f"{shown['num_sharded_lives']} lives of several ranks, {shown['num_suspects']} suspects "
-        f"of whom {shown['num_deaths']} were taken for dead; "
+        f"of whom {shown['num_deaths']} were taken for dead, {shown['num_drains']} drains by which "
+        f"{shown['num_drained_blocks']} blocks moved, {shown['num_warmed_blocks']} to new members; "
         f"requests: {requests['right']} right, "
         f"{requests['given_up']} given up, {requests['failed']} failed; "
         f"{shown['remote_hit_tokens']} tokens came from peers; stores: {stores['saves']} saves, "

@@ -17,6 +17,7 @@ MODULES = (
     "kvferry.cluster.serving.all_ranks",
     "kvferry.cluster.serving.engine",
     "kvferry.cluster.serving.membership",
+    "kvferry.cluster.serving.move_pulls",
     "kvferry.cluster.serving.outbox",
     "kvferry.cluster.serving.pulse",
     "kvferry.cluster.serving.rank",
@@ -29,6 +30,7 @@ MODULES = (
     "kvferry.worker.fetch_terms",
     "kvferry.worker.layout_pull",
     "kvferry.worker.stats",
+    "kvferry.worker.store_moves",
 )
 """Those of the simulated code that block, start something, or look at a clock."""
 

@@ -7,7 +7,7 @@ from typing import get_args
 from kvferry.coordinator.service import CoordinatorService
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import InstanceId
-from kvferry.proto.messages import Command, Leased, Located, MemberCommand, Reply
+from kvferry.proto.messages import Command, Heard, Leased, Located, MemberCommand, Reply
 from kvferry.proto.step_messages import StepReply
 
 
@@ -88,3 +88,6 @@ def _named_in(reply: Reply) -> Iterator[InstanceId]:
             yield reply.source.instance_id
         case StepReply():
             yield from (load.source.instance_id for load in reply.loads)
+            yield from (move.source.instance_id for move in reply.moves)
+        case Heard():
+            yield from (move.source.instance_id for move in reply.moves)

@@ -66,7 +66,7 @@ class Coordinators:
         scheme: how members hash.
         operator: the process that starts them.
         clock_skew: how wrong their clocks may go.
-        lease_cap_s, step_lease_s: as `CoordinatorService`.
+        lease_cap_s, step_lease_s, warm_share: as `CoordinatorService`.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Coordinators:
         clock_skew: float,
         lease_cap_s: float,
         step_lease_s: float,
+        warm_share: float = 0.0,
     ) -> None:
         self.process = Process("coordinator:0")
         self._world = world
@@ -86,6 +87,7 @@ class Coordinators:
         self._clock_skew = clock_skew
         self._lease_cap_s = lease_cap_s
         self._step_lease_s = step_lease_s
+        self._warm_share = warm_share
         self._registry = ProcessRegistry()
         self._actors: dict[str, _Actor] = {}
         self._num_lives = 0
@@ -142,6 +144,7 @@ class Coordinators:
             step_lease_s=self._step_lease_s,
             suspect_after_s=SUSPECT_AFTER_S,
             dead_after_s=DEAD_AFTER_S,
+            warm_share=self._warm_share,
             check_invariants=True,
         )
         actor.start()

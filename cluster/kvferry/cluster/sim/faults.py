@@ -15,6 +15,7 @@ class Profile:
 
     weather: Weather = field(default_factory=Weather)
     new_weights_every_s: float | None = 8.0
+    drain_every_s: float | None = 5.0
     restart_every_s: float | None = None
     crash_every_s: float | None = None
     mistake_every_s: float | None = None
@@ -84,6 +85,7 @@ class Faults:
         coordinator: dies, or is taken for dead, in a rhythm of its own.
         victims: all others that may, as they are now.
         renew: lets the model have new weights, which is no fault, but comes at such times too.
+        drain: drains a member, likewise.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Faults:
         coordinator: Victim,
         victims: Callable[[], Sequence[Victim]],
         renew: Callable[[], None],
+        drain: Callable[[], None],
     ) -> None:
         self._network = network
         self._world: World = network.world
@@ -103,6 +106,7 @@ class Faults:
         self._coordinator = coordinator
         self._victims = victims
         self._renew = renew
+        self._drain = drain
         self._is_over = False
 
     def start(self) -> None:
@@ -111,6 +115,7 @@ class Faults:
         self._network.weather = profile.weather
         for pause_s, fault in (
             (profile.new_weights_every_s, self._renew),
+            (profile.drain_every_s, self._drain),
             (profile.restart_every_s, self._restart_coordinator),
             (profile.crash_every_s, lambda: self._hit_one(lambda one: one.crash())),
             (profile.mistake_every_s, lambda: self._hit_one(lambda one: one.take_for_dead())),

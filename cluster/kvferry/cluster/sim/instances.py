@@ -76,8 +76,8 @@ class Instance(Member):
     def watch(self) -> None:
         """Return once the engine's loop has failed.
 
-        That another life is registered ends a loop, or that a rank is gone or silent; anything
-        else is told to the world.
+        That another life is registered ends a loop, or that this one was drained, or that a rank is
+        gone or silent; anything else is told to the world.
         """
         assert self.engine is not None
         while True:
@@ -86,6 +86,7 @@ class Instance(Member):
                 self.engine.require_alive()
             except InstanceDiedError as error:
                 has_lost_rank = len(self.parts) > 1 and "rank" in error.message
-                if "StaleError" not in error.message and not has_lost_rank:
+                had_to_go = any(name in error.message for name in ("StaleError", "DrainedError"))
+                if not (has_lost_rank or had_to_go):
                     self.network.world.fail(error)
                 return

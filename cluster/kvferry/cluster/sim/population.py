@@ -1,6 +1,7 @@
 """Who lives in a simulated service: which members there are, and the lives they begin and end."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -13,10 +14,11 @@ from kvferry.cluster.sim.members import Birth, Member, MemberPlan, identity_of
 from kvferry.cluster.sim.network import Network
 from kvferry.cluster.sim.stores import Store
 from kvferry.cluster.sim.world import Process
-from kvferry.proto.errors import StaleError
+from kvferry.proto.drain_messages import Drain, Drained
+from kvferry.proto.errors import DrainedError, KvferryError, StaleError
 from kvferry.proto.ids import Incarnation, InstanceId
 from kvferry.proto.layout import Layout, grid
-from kvferry.proto.messages import Role
+from kvferry.proto.messages import Role, expect
 from kvferry.proto.scheme import HashScheme
 
 FIRST_WEIGHTS = 1
@@ -28,6 +30,8 @@ ONE_RANK = 0.6
 OTHER_LAYOUT = 0.5
 """How often a life begins with another layout and pool than the last one."""
 
+LONGEST_DRAIN_S = 5.0
+DRAIN_POLL_S = 0.5
 LONGEST_RENEWAL_S = 2.0
 """Members begin their lives with new weights one after the other, with such pauses at most."""
 
@@ -138,6 +142,26 @@ class Population:
                 self._end(life)
             self._world.sleep(self._world.random.random() * LONGEST_RENEWAL_S)
 
+    def drain(self) -> None:
+        """Drain a member and let its next life begin; in a task of the operator."""
+        if not self.lives:
+            return
+        random = self._world.random
+        life = random.choice(list(self.lives.values()))
+        deadline_s = LONGEST_DRAIN_S * (0.1 + 0.9 * random.random())
+        coordinators = self._coordinators
+        command = Drain(
+            instance_id=life.plan.instance_id, incarnation=life.incarnation, deadline_s=deadline_s
+        )
+        while self.is_current(life):
+            with suppress(KvferryError):
+                told = self._network.call(
+                    coordinators.process, lambda: coordinators.handle(command), timeout_s=2.0
+                )
+                if expect(told, Drained).is_over:
+                    self._end(life)
+            self._world.sleep(DRAIN_POLL_S)
+
     def victims(self) -> list["Victim"]:
         """Return the members that live."""
         return [Victim(self, life) for life in self.lives.values()]
@@ -197,8 +221,8 @@ class Population:
             if isinstance(life, Instance):
                 self._told(life)
             life.watch()
-        except StaleError:
-            pass  # a later life was faster
+        except (StaleError, DrainedError):
+            pass  # a later life was faster, or this one was told to go
         self._world.spawn(lambda: self._end(life), self._operator)
 
     def _end(self, life: Member) -> None:

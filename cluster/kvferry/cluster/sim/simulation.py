@@ -40,6 +40,7 @@ LEASE_CAP_S = 30.0
 STEP_LEASE_S = 15.0
 REQUEST_TIMEOUT_S = 60.0
 HANDOFF_TTL_S = 10.0
+WARM_SHARES = (0.0, 0.5)
 QUIET_S = 400.0
 """So long everything may take to come to its end once nothing goes wrong any more."""
 
@@ -70,6 +71,9 @@ class Result:
     num_sharded_lives: int
     num_suspects: int
     num_deaths: int
+    num_drains: int
+    num_drained_blocks: int
+    num_warmed_blocks: int
     violation: str | None
 
 
@@ -95,6 +99,7 @@ class Simulation:
             clock_skew=profile.clock_skew,
             lease_cap_s=LEASE_CAP_S,
             step_lease_s=STEP_LEASE_S,
+            warm_share=self.world.random.choice(WARM_SHARES),
         )
         self.population = Population(
             self.network,
@@ -123,6 +128,7 @@ class Simulation:
             coordinator=self.coordinators,
             victims=self.population.victims,
             renew=self.population.renew,
+            drain=self.population.drain,
         )
         self._is_done = False
 
@@ -276,5 +282,8 @@ def simulate(seed: int, num_steps: int, profile_name: str, profile: Profile) -> 
         num_sharded_lives=population.num_sharded_lives,
         num_suspects=simulation.coordinators.count("suspects"),
         num_deaths=simulation.coordinators.count("deaths"),
+        num_drains=simulation.coordinators.count("drains"),
+        num_drained_blocks=simulation.coordinators.count("drained_blocks"),
+        num_warmed_blocks=simulation.coordinators.count("warmed_blocks"),
         violation=violation,
     )
