@@ -77,6 +77,10 @@ Port = Annotated[int, typer.Option(help="Port of the front on every host.")]
 HashBlockTokens = Annotated[
     int, typer.Option(help="Tokens of one hash; engines' blocks must be multiples of it.")
 ]
+WarmShare = Annotated[
+    float,
+    typer.Option(help="Part of a new store, 0 to 1, that is filled with what is hot at others."),
+]
 MaxModels = Annotated[int, typer.Option(help="Models (identities) that each host may hold.")]
 
 
@@ -96,6 +100,7 @@ def up(
     hash_block_tokens: HashBlockTokens = DEFAULT_HASH_BLOCK_TOKENS,
     hash_seed: HashSeed = "0",
     max_models: MaxModels = DEFAULT_MAX_MODELS,
+    warm_share: WarmShare = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Start a service for engines such as vLLM: a coordinator, and a node on every host.
@@ -111,6 +116,7 @@ def up(
         hash_seed=hash_seed,
         hash_block_tokens=hash_block_tokens,
         max_models=max_models,
+        warm_share=warm_share,
         bind=bind,
         port=port,
         insecure=insecure,

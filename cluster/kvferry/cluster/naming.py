@@ -63,3 +63,8 @@ def rank_name(service_id: str, instance_id: InstanceId, rank: int) -> str:
 def group_name(service_id: str, instance_id: InstanceId) -> str:
     """Return the name of the placement group that holds an instance's ranks."""
     return f"instance:{service_id}:{instance_id}"
+
+
+def outside_ray() -> str:
+    """Return the id of a node that Ray knows nothing of."""
+    return ""

@@ -18,6 +18,7 @@ from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.cluster.engine_info import AttachedEngine, EngineInfo
 from kvferry.cluster.engine_roll import EngineRoll
 from kvferry.cluster.moving_address import FindAddress, MovingAddress
+from kvferry.cluster.naming import outside_ray
 from kvferry.cluster.node_config import NodeConfig
 from kvferry.cluster.node_server import NodeServer
 from kvferry.cluster.store_watch import BEAT_TIMEOUT_S, StoreWatch
@@ -92,11 +93,18 @@ class StoreNode:
     Args:
         config: what it is made of.
         find_coordinator: tells where the coordinator's front is; None: where the config says.
+        node_id: returns Ray's id of this node.
     """
 
     # A Ray actor whose constructor fails is hard to tell from one that died: nothing happens here.
-    def __init__(self, config: NodeConfig, find_coordinator: FindAddress | None = None) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        find_coordinator: FindAddress | None = None,
+        node_id: Callable[[], str] = outside_ray,
+    ) -> None:
         self._config = config
+        self._node_id = node_id
         self._find_coordinator = find_coordinator
         self._coordinator = CoordinatorClient(
             config.coordinator, config.credentials, find_coordinator
@@ -235,6 +243,7 @@ class StoreNode:
                 rank_addresses=(self._reachable(started.address),),
                 max_model_len=0,
                 rank_pids=(started.pid,),
+                rank_nodes=tuple(filter(None, [self._node_id()])),
                 version=version("kvferry"),
             )
             self._register(worker, info)

@@ -114,6 +114,12 @@ def node_host() -> str:
     return host
 
 
+def node_id() -> str:
+    """Return Ray's id of this node."""
+    found: str = ray_api.get_runtime_context().get_node_id()
+    return found
+
+
 def node_hosts() -> frozenset[str]:
     """Return the addresses of the cluster's live nodes."""
     return frozenset(node["NodeManagerAddress"] for node in ray_api.nodes() if node["Alive"])

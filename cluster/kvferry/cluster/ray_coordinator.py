@@ -1,10 +1,15 @@
-"""The coordinator as Ray runs it: when its process dies, Ray makes another, which goes on."""
+"""The coordinator as Ray runs it: when its process dies, Ray makes another, which goes on.
+
+It also drains the members of nodes that Ray takes away.
+"""
 
 import gc
 from typing import Any
 
 from kvferry.cluster import ray_cluster
 from kvferry.cluster.coordinator_process import CoordinatorProcess, FrontAddresses, FrontSettings
+from kvferry.cluster.node_drains import NodeDrains
+from kvferry.cluster.ray_draining import leaving_nodes
 from kvferry.cluster.ray_record import RayRecord
 from kvferry.cluster.ray_revival import Revival
 
@@ -31,11 +36,13 @@ class RayCoordinatorActor(CoordinatorProcess):
             reach_host=ray_cluster.node_host,
             **core,
         )
+        self._drains = NodeDrains(self.call, leaving_nodes)
         self._revival = Revival(self.start, "the coordinator")
 
     def start(self) -> FrontAddresses:
         """See `CoordinatorProcess.start`."""
         addresses = super().start()
+        self._drains.start()
         # The core makes no reference cycles, but its many small tuples set the collector off all
         # the time: it took two fifths of an engine step. What is here now stays for good.
         gc.collect()
@@ -46,4 +53,5 @@ class RayCoordinatorActor(CoordinatorProcess):
     def stop(self) -> None:
         """See `CoordinatorProcess.stop`."""
         self._revival.give_up()
+        self._drains.stop()
         super().stop()

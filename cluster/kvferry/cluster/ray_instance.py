@@ -126,7 +126,9 @@ class RayInstance:
             environment=self.environment,
         )
         spawn = functools.partial(spawn_rank, place)
-        self.rank_0 = place.make(RankActor, self.settings, ray_cluster.node_host, spawn)
+        self.rank_0 = place.make(
+            RankActor, self.settings, ray_cluster.node_host, spawn, ray_cluster.node_id
+        )
 
     def _kill_ranks(self) -> None:
         """End every process, frozen ones too (Ray kills those after some seconds)."""

@@ -48,7 +48,7 @@ class RankPlacement:
 
 def spawn_rank(place: RankPlacement, settings: RankSettings) -> "RayRank":
     """Start a rank that ends with the process that calls this, and return its port."""
-    handle = place.make(Rank, settings, ray_cluster.node_host)
+    handle = place.make(Rank, settings, ray_cluster.node_host, ray_cluster.node_id)
     return RayRank(handle, f"rank {settings.rank} of {settings.instance_id}")
 
 

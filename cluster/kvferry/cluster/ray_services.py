@@ -238,6 +238,7 @@ def _new_coordinator(config: UpConfig, make: _Make) -> ActorHandle[Any]:
                 bind=config.bind, insecure=config.insecure, credentials=config.credentials
             ),
             "scheme": config.scheme,
+            "warm_share": config.warm_share,
         },
         name=naming.coordinator_name(config.name),
     )

@@ -1,5 +1,6 @@
 """A node as Ray runs it: when its process dies, Ray makes another, which serves by itself."""
 
+from kvferry.cluster import ray_cluster
 from kvferry.cluster.node import StoreNode
 from kvferry.cluster.node_config import NodeConfig
 from kvferry.cluster.ray_record import find_front
@@ -15,7 +16,7 @@ class RayStoreNode(StoreNode):
     """
 
     def __init__(self, config: NodeConfig, service_id: str) -> None:
-        super().__init__(config, find_front(service_id))
+        super().__init__(config, find_front(service_id), ray_cluster.node_id)
         self._revival = Revival(self.start, "the node")
 
     def stop(self) -> None:

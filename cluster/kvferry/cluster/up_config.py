@@ -12,6 +12,7 @@ from kvferry.cluster.config_checks import (
 )
 from kvferry.cluster.naming import DEFAULT_SERVICE, require_service_name
 from kvferry.cluster.node_config import DEFAULT_MAX_MODELS, DEFAULT_PORT, NodeConfig
+from kvferry.coordinator.warming import require_share
 from kvferry.proto.credentials import Credentials
 from kvferry.proto.errors import ConfigError, MismatchError
 from kvferry.proto.hashing import make_scheme
@@ -45,6 +46,9 @@ class UpConfig:
     max_models: int = DEFAULT_MAX_MODELS
     """Identities that may attach to a node."""
 
+    warm_share: float = 0.0
+    """Part of its blocks, 0 to 1, that a store which is new fills with what is hot at others."""
+
     bind: str = "127.0.0.1"
     """Host that all servers listen on."""
 
@@ -69,6 +73,7 @@ class UpConfig:
         require_ray_address(self.ray_address)
         require_seconds("start_timeout_s", self.start_timeout_s)
         require_port("port", self.port)
+        require_share(self.warm_share)
         if self.port == 0:
             # A node that comes back has to be where its engines know it.
             raise ConfigError("the fronts need a port of their own", given=0, allowed="1 to 65535")

@@ -6,6 +6,7 @@ nothing, and at most a part of its coldest ones.
 """
 
 from collections import deque
+from collections.abc import Iterator
 
 from kvferry.coordinator.chains import groups_that_hold, holds, parent_of, peers_of
 from kvferry.coordinator.instances import Instance
@@ -37,7 +38,6 @@ class _Plan:
         self._source = source
         self._drain = drain
         self._peers = {peer.info.instance_id: peer for peer in peers_of(state, source)}
-        self._mask = state.index.mask_of(self._peers)
         for instance_id in drain.rooms.keys() - self._peers.keys():
             self._forget(instance_id)
         for instance_id in self._peers.keys() - drain.rooms.keys():
@@ -48,7 +48,7 @@ class _Plan:
         num_copies = len(groups_that_hold(self._source, block_hash))
         if block_hash in self._drain.planned:
             return
-        if self._holders(block_hash):
+        if any(True for _ in self._holders(block_hash)):
             self._drain.num_elsewhere += num_copies
         elif num_copies:
             self._place(block_hash)
@@ -63,11 +63,11 @@ class _Plan:
                 del drain.planned[block_hash]
                 drain.left.appendleft(block_hash)
 
-    def _holders(self, block_hash: BlockHash) -> int:
-        """Return the peers that have all of a hash that the source has, as bits."""
+    def _holders(self, block_hash: BlockHash) -> Iterator[InstanceId]:
+        """Yield the peers that have all of a hash that the source has."""
         groups = groups_that_hold(self._source, block_hash)
         own = self._source.info.instance_id
-        return self._mask & self._state.index.holders(own, block_hash, groups)
+        return filter(self._peers.__contains__, self._state.index.holders(own, block_hash, groups))
 
     def _place(self, block_hash: BlockHash) -> None:
         """Let the peer that must get least for a block have it; nobody if it fits nowhere."""
@@ -91,7 +91,7 @@ class _Plan:
             return {last}
         having: set[InstanceId] = set()
         if before is not None:
-            having.update(self._state.index.named(self._holders(before)))
+            having.update(self._holders(before))
             having |= self._drain.planned.get(before, set())
         with_room = {instance_id for instance_id, room in rooms.items() if room > 0}
         return having & with_room or with_room

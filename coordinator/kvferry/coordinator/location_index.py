@@ -8,62 +8,20 @@ Masks that were made alike are one object, so that the pass compares pointers, n
 hardly depends on the number of instances.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial, reduce
-from itertools import repeat
+from functools import partial, reduce
+from itertools import islice, repeat
 from math import lcm
 from operator import and_
 
 from kvferry.coordinator.pool_events import PoolEvent, Removed, Stored
+from kvferry.coordinator.prefix_lengths import PrefixLengths, Runs, named
 from kvferry.coordinator.prefix_rules import PrefixRule, masks_of_prefixes
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import FIRST_GROUP, BlockHash, GroupedHash, GroupId, InstanceId, pack_group
 from kvferry.proto.shared_chain import block_keys
-
-_Runs = list[tuple[int, int]]
-"""Lengths of prefixes, ascending, each with the members whose longest prefix it is, as bits."""
-
-
-class PrefixLengths(Mapping[InstanceId, int]):
-    """How many hashes of the chain, from the first on, each instance can serve; absent if none.
-
-    Decoded when it is read: whoever wants the best few does not pay for a thousand. Valid until the
-    index changes.
-    """
-
-    def __init__(self, runs: _Runs, members: Mapping[int, InstanceId]) -> None:
-        """Keep runs, whose masks are disjoint, and the names of the bits."""
-        self._runs = runs
-        self._members = members
-
-    def longest_first(self) -> Iterator[tuple[InstanceId, int]]:
-        """Yield instances with their lengths in hashes, longest first; of one length any first."""
-        for length, mask in reversed(self._runs):
-            left = mask
-            while left:
-                lowest = left & -left
-                yield self._members[lowest.bit_length() - 1], length
-                left ^= lowest
-
-    def cut(self, limit: int, unit: int) -> "PrefixLengths":
-        """Return the same with no length above `limit`, each cut to a multiple of `unit`."""
-        cut = [(min(length, limit) // unit * unit, mask) for length, mask in self._runs]
-        return PrefixLengths([run for run in cut if run[0]], self._members)
-
-    @cached_property
-    def _lengths(self) -> dict[InstanceId, int]:
-        return dict(self.longest_first())
-
-    def __getitem__(self, instance_id: InstanceId) -> int:
-        return self._lengths[instance_id]
-
-    def __iter__(self) -> Iterator[InstanceId]:
-        return iter(self._lengths)
-
-    def __len__(self) -> int:
-        return len(self._lengths)
 
 
 class _Toggle:
@@ -88,16 +46,20 @@ class _SizeClass:
     hashes_per_block: int
     everyone: int = 0
     groups: dict[GroupId, dict[BlockHash, int]] = field(default_factory=dict)
+    # So many have left whose bits are not purged yet.
+    num_purges: int = 0
 
-    def held(self, hashes: Sequence[BlockHash], group_id: GroupId) -> _Runs:
+    def held(self, hashes: Sequence[BlockHash], group_id: GroupId) -> Runs:
         """Return how many blocks each member holds of a group, from the first without a gap.
 
         Members without the first are in no run.
         """
         masks = self.groups.get(group_id, {})
-        runs: _Runs = []
+        runs: Runs = []
         keys = hashes if self.hashes_per_block == 1 else block_keys(hashes, self.hashes_per_block)
         alive = masks.get(keys[0], 0) if keys else 0
+        if self.num_purges:
+            alive &= self.everyone
         if alive:
             for length, mask in enumerate(map(masks.get, keys)):
                 if mask is alive:
@@ -113,7 +75,7 @@ class _SizeClass:
                 runs.append((len(keys), alive))
         return runs
 
-    def usable(self, hashes: Sequence[BlockHash], rules: Sequence[PrefixRule]) -> _Runs:
+    def usable(self, hashes: Sequence[BlockHash], rules: Sequence[PrefixRule]) -> Runs:
         """Return how many hashes each member can serve, by the rule of every group.
 
         Only prefixes that end with a block of both sides count.
@@ -128,15 +90,24 @@ class _SizeClass:
             by_group.append(masks_of_prefixes(masks, first_needed, self.everyone))
         by_length = [reduce(and_, masks) for masks in zip(*by_group, strict=True)]
         step = lcm(covered, unit) // covered
-        runs: _Runs = []
+        runs: Runs = []
         found = 0
         for num_blocks in range(len(by_length) // step * step, 0, -step):
-            new = by_length[num_blocks - 1] & ~found
+            new = by_length[num_blocks - 1] & self.everyone & ~found
             if new:
                 runs.append((num_blocks * covered, new))
                 found |= new
         runs.reverse()
         return runs
+
+
+@dataclass(frozen=True, slots=True)
+class _Purge:
+    """A member that has left, and what of its size class was not yet looked at."""
+
+    left: _SizeClass
+    number: int
+    todo: Iterator[tuple[dict[BlockHash, int], BlockHash]]
 
 
 def _first_needed_block(rule: PrefixRule, covered: int, num_blocks: int) -> int:
@@ -148,7 +119,8 @@ class LocationIndex:
     """(identity digest, group, hash) -> the instances that hold it.
 
     Each member has a small number, its bit in every mask; numbers are reused after a member has
-    left, so masks stay as short as the number of live instances.
+    left, so masks stay as short as the number of live instances. What it held is purged little by
+    little, as there may be millions of hashes: until then nobody finds it or gets its number.
     """
 
     def __init__(self) -> None:
@@ -159,6 +131,7 @@ class LocationIndex:
         self._class_of: dict[InstanceId, _SizeClass] = {}
         self._numbers: dict[InstanceId, int] = {}
         self._members: dict[int, InstanceId] = {}
+        self._purges: deque[_Purge] = deque()
 
     def join(
         self, instance_id: InstanceId, identity_digest: bytes, hashes_per_block: int = 1
@@ -184,19 +157,44 @@ class LocationIndex:
         self._class_of[instance_id] = joined
 
     def leave(self, instance_id: InstanceId) -> None:
-        """Forget an instance and everything it held. Unknown instances are no error."""
+        """Let nobody find an instance any more; `purge` forgets what it held.
+
+        Unknown instances are no error.
+        """
         if instance_id not in self._numbers:
             return
-        self._clear(instance_id)
         left = self._class_of.pop(instance_id)
         number = self._numbers.pop(instance_id)
-        del self._members[number]
+        self._forget_copies(number)
         left.everyone ^= 1 << number
+        left.num_purges += 1
+        todo = ((masks, held) for masks in list(left.groups.values()) for held in list(masks))
+        self._purges.append(_Purge(left, number, todo))
         if not left.everyone:
             classes = self._classes[left.identity_digest]
             del classes[left.hashes_per_block]
             if not classes:
                 del self._classes[left.identity_digest]
+            left.groups.clear()
+
+    def purge(self, num_hashes: int) -> None:
+        """Forget what members held that have left, looking at about so many hashes."""
+        while self._purges and num_hashes > 0:
+            purge = self._purges[0]
+            part = list(islice(purge.todo, num_hashes))
+            num_hashes -= len(part)
+            if not part or not purge.left.everyone:
+                self._purges.popleft()
+                purge.left.num_purges -= 1
+                del self._members[purge.number]
+                continue
+            toggle = _Toggle(1 << purge.number)
+            for masks, block_hash in part:
+                mask = masks.get(block_hash, 0)
+                if mask == toggle.bit:
+                    del masks[block_hash]
+                elif mask & toggle.bit:
+                    masks[block_hash] = toggle.of(mask)
 
     def apply(self, instance_id: InstanceId, events: Iterable[PoolEvent]) -> None:
         """Follow what an instance's pool did.
@@ -264,7 +262,7 @@ class LocationIndex:
 
         They are those of the whole blocks that it has within them.
         """
-        runs: _Runs = []
+        runs: Runs = []
         for covered, one in self._classes.get(identity_digest, {}).items():
             held = one.held(hashes, group_id)
             runs += held if covered == 1 else [(length * covered, m) for length, m in held]
@@ -287,12 +285,12 @@ class LocationIndex:
         if len(rules) == 1 and rules[0].needs_all:
             held = self.longest_prefixes(identity_digest, hashes, FIRST_GROUP)
             return held.cut(limit, rules[0].unit)
-        runs: _Runs = []
+        runs: Runs = []
         for one in self._classes.get(identity_digest, {}).values():
             runs += one.usable(hashes[:limit], rules)
         return self._prefixes(identity_digest, runs)
 
-    def _prefixes(self, identity_digest: bytes, runs: _Runs) -> PrefixLengths:
+    def _prefixes(self, identity_digest: bytes, runs: Runs) -> PrefixLengths:
         if len(self._classes.get(identity_digest, ())) > 1:
             runs.sort()
         return PrefixLengths(runs, self._members)
@@ -308,29 +306,19 @@ class LocationIndex:
             if mask >> number & 1
         }
 
-    def mask_of(self, instance_ids: Iterable[InstanceId]) -> int:
-        """Return members as bits."""
-        return sum({1 << self._numbers[instance_id] for instance_id in instance_ids})
-
-    def holders(self, like: InstanceId, block_hash: BlockHash, group_ids: Iterable[GroupId]) -> int:
-        """Return who of a member's identity and size class has a hash in all groups, as bits."""
+    def holders(
+        self, like: InstanceId, block_hash: BlockHash, group_ids: Iterable[GroupId]
+    ) -> Iterator[InstanceId]:
+        """Yield who of a member's identity and size class has a hash in all groups."""
         one = self._class_of[like]
         masks = (one.groups[group_id].get(block_hash, 0) for group_id in group_ids)
-        return reduce(and_, masks, one.everyone)
-
-    def named(self, mask: int) -> Iterator[InstanceId]:
-        """Yield the members that bits stand for."""
-        left = mask
-        while left:
-            lowest = left & -left
-            yield self._members[lowest.bit_length() - 1]
-            left ^= lowest
+        return named(reduce(and_, masks, one.everyone), self._members)
 
     def num_only_at(self, instance_id: InstanceId) -> int:
         """Count the blocks that no other instance of its identity and size class holds."""
-        bit = 1 << self._numbers[instance_id]
-        groups = self._class_of[instance_id].groups
-        return sum(list(masks.values()).count(bit) for masks in groups.values())
+        one, bit = self._class_of[instance_id], 1 << self._numbers[instance_id]
+        held = (mask for masks in one.groups.values() for mask in masks.values())
+        return sum(mask & one.everyone == bit for mask in held)
 
     def num_keys(self) -> int:
         """Return the number of (identity, group, hash) entries."""
@@ -368,5 +356,8 @@ class LocationIndex:
                     del masks[block_hash]
                 else:
                     masks[block_hash] &= ~(1 << number)
+        self._forget_copies(number)
+
+    def _forget_copies(self, number: int) -> None:
         for extra in [extra for extra in self._extra_copies if extra[0] == number]:
             del self._extra_copies[extra]

@@ -48,6 +48,13 @@ def begin_moves(state: ServiceState, taker: Instance, now: float) -> tuple[Move,
     return tuple(moves)
 
 
+def moves_of_store(state: ServiceState, instance: Instance, now: float) -> tuple[Move, ...]:
+    """Begin what a store is to pull now; engines hear of theirs in their steps."""
+    if instance.info.role != "store" or instance.returning_as is not None:
+        return ()
+    return begin_moves(state, instance, now)
+
+
 def end_move(state: ServiceState, taker: Instance, reservation: Reservation, num_kept: int) -> None:
     """Take in that a move has ended, of which so many blocks can be found at the taker now."""
     move = reservation.move

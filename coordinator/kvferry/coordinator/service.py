@@ -20,7 +20,7 @@ from kvferry.coordinator.handing_over import close_handoff, open_handoff
 from kvferry.coordinator.held import held_of
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.leases import require_ttl
-from kvferry.coordinator.moving import begin_moves
+from kvferry.coordinator.moving import moves_of_store
 from kvferry.coordinator.pool_events import Cleared, PoolEvent
 from kvferry.coordinator.registration import check_registration, require_same_member
 from kvferry.coordinator.resetting import reset_identity
@@ -66,10 +66,13 @@ from kvferry.proto.messages import (
 )
 from kvferry.proto.restore_messages import RestoreBlocks, RestoreRequests
 from kvferry.proto.scheme import HashScheme
-from kvferry.proto.step_messages import Move, Step
+from kvferry.proto.step_messages import Step
 
 # A repeat comes within a call's deadline; at some thousand calls per second this covers seconds.
 _REMEMBERED_REPLIES = 8192
+
+# Of what gone instances held; some 20 ms.
+_PURGED_AT_A_TICK = 50_000
 
 NO_RESETS: Mapping[bytes, int] = {}
 
@@ -155,9 +158,11 @@ class CoordinatorService:
             | expire_reservations(self.state, now)
         )
         reply = self._remembered(command)
-        if reply is None:
-            expired |= isinstance(command, Tick) and end_drains(self.state, now)
-            reply = Done(changed=expired) if isinstance(command, Tick) else self._run(command, now)
+        if isinstance(command, Tick):
+            self.state.index.purge(_PURGED_AT_A_TICK)
+            reply = Done(changed=end_drains(self.state, now) or expired)
+        elif reply is None:
+            reply = self._run(command, now)
             self._remember(command, reply)
         self.state.follow_pools()
         if self._check_invariants:
@@ -343,7 +348,7 @@ class CoordinatorService:
         instance = self._sender(command)
         match command:
             case Heartbeat():
-                return Heard(moves=self._moves_of_store(instance, now))
+                return Heard(moves=moves_of_store(self.state, instance, now))
             case RestoreBlocks():
                 return restore_blocks(instance, command)
             case RestoreRequests():
@@ -357,12 +362,6 @@ class CoordinatorService:
                 return apply_step(
                     self.state, instance, command, now=now, step_lease_s=self._step_lease_s
                 )
-
-    def _moves_of_store(self, instance: Instance, now: float) -> tuple[Move, ...]:
-        """Return what a store is to pull; engines hear of theirs in their steps."""
-        if instance.info.role != "store" or instance.returning_as is not None:
-            return ()
-        return begin_moves(self.state, instance, now)
 
     # --- looking in --------------------------------------------------------------------------
 

@@ -54,6 +54,7 @@ def _instance_to_pb(status: InstanceStatus) -> pb.Instance:
         max_model_len_tokens=info.max_model_len,
         max_in_flight_tokens=info.max_in_flight_tokens,
         rank_pids=info.rank_pids,
+        rank_nodes=info.rank_nodes,
         rank_metrics=info.rank_metrics,
         version=info.version,
         num_used_blocks=status.num_used_blocks,
@@ -81,6 +82,7 @@ def _instance_from_pb(message: pb.Instance) -> InstanceStatus:
         max_model_len=message.max_model_len_tokens,
         max_in_flight_tokens=message.max_in_flight_tokens,
         rank_pids=tuple(message.rank_pids),
+        rank_nodes=tuple(message.rank_nodes),
         rank_metrics=tuple(message.rank_metrics),
         version=message.version,
     )

@@ -43,9 +43,10 @@ class InstanceInfo:
     """One instance as it introduces itself.
 
     `num_blocks` includes the null block. `rank_addresses` are `host:port` of the transfer servers
-    of its ranks, rank 0 first, `rank_pids` their processes; `rank_metrics` are `host:port` of their
-    metrics, empty where they serve none. A virtual block of `layout` is a multiple of a hash block
-    of `scheme`. `max_model_len` is in tokens, 0 for a store.
+    of its ranks, rank 0 first, `rank_pids` their processes, `rank_nodes` Ray's ids of their nodes,
+    empty outside Ray; `rank_metrics` are `host:port` of their metrics, empty where they serve none.
+    A virtual block of `layout` is a multiple of a hash block of `scheme`. `max_model_len` is in
+    tokens, 0 for a store.
     `max_in_flight_tokens`: most tokens of one request that are computed in one step; it bounds the
     blocks that a group with a window holds (0: not told).
     """
@@ -61,6 +62,7 @@ class InstanceInfo:
     max_model_len: int
     max_in_flight_tokens: int = 0
     rank_pids: tuple[int, ...]
+    rank_nodes: tuple[str, ...] = ()
     rank_metrics: tuple[str, ...] = ()
     version: str
 

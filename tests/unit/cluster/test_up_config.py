@@ -27,6 +27,7 @@ CONFIG = UpConfig(store_bytes=1 << 30)
         ({"hash_seed": "random"}, ConfigError),
         ({"hash_block_tokens": 0}, ConfigError),
         ({"max_models": 0}, ConfigError),
+        ({"warm_share": 1.5}, ConfigError),
         ({"port": 0}, ConfigError),
         ({"port": 65536}, ConfigError),
         ({"bind": "0.0.0.0"}, InsecureBindError),

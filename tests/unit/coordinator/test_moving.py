@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from tests.unit.coordinator.drains import (
+    BLOCK_BYTES,
     drain,
     end,
     fleet_of,
@@ -22,6 +23,7 @@ from tests.unit.coordinator.fleet import (
 )
 from tests.unit.coordinator.returning import blocks_command, held_blocks, requests_command
 
+from kvferry.coordinator import drain_plan, moving
 from kvferry.proto.errors import BadInputError
 from kvferry.proto.ids import Incarnation, InstanceId
 from kvferry.proto.messages import Heard, Heartbeat
@@ -233,3 +235,25 @@ def test_a_chain_that_was_moved_can_be_moved_on() -> None:
     # One has the beginning and room for one more; what comes after that is of use only with all.
     assert [move.hashes for move in move_all(fleet, "d")] == [chain("abc")[2:]]
     assert [move.hashes for move in move_all(fleet, "c")] == [chain("abcd")]
+
+
+def test_two_moves_at_once_each_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "MAX_MOVE_BYTES", 3 * BLOCK_BYTES + 1)
+    fleet = fleet_of("a", "b", num_blocks=40)
+    fleet.cache("a", "abcdefghi")
+    drain(fleet, "a")
+    first, second = moves_of(fleet, "b")
+    assert (first.hashes, second.hashes) == (chain("abc"), chain("abcdef")[3:])
+    assert moves_of(fleet, "b") == ()
+    (third,) = end(fleet, "b", first)
+    assert third.hashes == chain("abcdefghi")[6:]
+
+
+def test_a_long_plan_is_made_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain_plan, "_SLICE", 4)
+    fleet = fleet_of("a", "b", num_blocks=40)
+    fleet.cache("a", "abcdefghi")
+    drain(fleet, "a")
+    assert [len(move.hashes) for move in move_all(fleet, "b")] == [4, 4, 1]
+    tick(fleet)
+    assert drain(fleet, "a").num_dropped == 0

@@ -16,6 +16,7 @@ from prometheus_client import Metric
 
 from kvferry.cluster.metrics.metrics_server import MetricsServer, metrics_page
 from kvferry.cluster.metrics.worker_metrics import worker_metrics
+from kvferry.cluster.naming import outside_ray
 from kvferry.cluster.serving.limits import Policy
 from kvferry.cluster.serving.pool_size import KvSize, LengthLimit, PoolPlan, plan_pool
 from kvferry.coordinator.sizing import kv_cache_bytes
@@ -86,10 +87,14 @@ class OpenOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOpened:
-    """Where peers reach a rank, its process, and where its metrics are, if it serves them."""
+    """Where peers reach a rank, its process, and where its metrics are, if it serves them.
+
+    `node_id` is Ray's id of its node, "" outside Ray.
+    """
 
     address: str
     pid: int
+    node_id: str
     metrics_address: str | None
 
 
@@ -101,11 +106,18 @@ class Rank:
     Args:
         settings: which rank of what.
         node_host: returns the address by which other machines reach this one.
+        node_id: returns Ray's id of this node.
     """
 
-    def __init__(self, settings: RankSettings, node_host: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        settings: RankSettings,
+        node_host: Callable[[], str],
+        node_id: Callable[[], str] = outside_ray,
+    ) -> None:
         self._settings = settings
         self._node_host = node_host
+        self._node_id = node_id
         self._device: Device | None = None
         self._loaded: LoadedModel | None = None
         self._worker: WorkerService | None = None
@@ -178,6 +190,7 @@ class Rank:
         return RankOpened(
             address=reachable_address(address, self._node_host),
             pid=os.getpid(),
+            node_id=self._node_id(),
             metrics_address=self._serve_metrics() if settings.serves_metrics else None,
         )
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
+from kvferry.cluster.naming import outside_ray
 from kvferry.cluster.ports import CoordinatorPort, PendingCall, RankPort
 from kvferry.cluster.serving.all_ranks import AllRanks
 from kvferry.cluster.serving.engine import Engine
@@ -69,14 +70,19 @@ class RankActor:
         settings: of rank 0.
         node_host: returns the address by which other machines reach this one.
         spawn: starts the other ranks, where the layout has some.
+        node_id: returns Ray's id of this node.
     """
 
     def __init__(
-        self, settings: RankSettings, node_host: Callable[[], str], spawn: SpawnRank
+        self,
+        settings: RankSettings,
+        node_host: Callable[[], str],
+        spawn: SpawnRank,
+        node_id: Callable[[], str] = outside_ray,
     ) -> None:
         self._settings = settings
         self._spawn = spawn
-        self._own = Rank(settings, node_host)
+        self._own = Rank(settings, node_host, node_id)
         self._others: list[RankPort] = []
         self._meeting: MeetingPoint | None = None
         self._engine: Engine | None = None
@@ -167,6 +173,7 @@ class RankActor:
             max_model_len=pool.max_model_len,
             max_in_flight_tokens=settings.token_budget,
             rank_pids=tuple(one.pid for one in opened),
+            rank_nodes=tuple(one.node_id for one in opened if one.node_id),
             rank_metrics=tuple(one.metrics_address for one in opened if one.metrics_address),
             version=version("kvferry"),
         )

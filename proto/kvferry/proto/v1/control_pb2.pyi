@@ -248,6 +248,7 @@ class Instance(google.protobuf.message.Message):
     RANK_METRICS_FIELD_NUMBER: builtins.int
     HELD_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
+    RANK_NODES_FIELD_NUMBER: builtins.int
     role: builtins.str
     """"prefill", "decode" or "store"."""
     identity_cbor: builtins.bytes
@@ -266,7 +267,8 @@ class Instance(google.protobuf.message.Message):
     num_requests: builtins.int
     state: builtins.str
     """"live"; "returning": it has come back to a coordinator that did not know it, and not yet told
-    all that it holds; or "suspect": it was not heard for a while, so nothing new is asked of it.
+    all that it holds; "suspect": it was not heard for a while, so nothing new is asked of it; or
+    "draining": it does nothing new, and goes.
     """
     @property
     def source(self) -> Global___Source: ...
@@ -294,6 +296,10 @@ class Instance(google.protobuf.message.Message):
     def held(self) -> Global___Held:
         """What keeps its blocks in place now."""
 
+    @property
+    def rank_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Ray's ids of the nodes of its ranks, rank 0 first; empty outside Ray."""
+
     def __init__(
         self,
         *,
@@ -315,9 +321,10 @@ class Instance(google.protobuf.message.Message):
         rank_metrics: collections.abc.Iterable[builtins.str] | None = ...,
         held: Global___Held | None = ...,
         state: builtins.str = ...,
+        rank_nodes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["held", b"held", "kv_events", b"kv_events", "scheme", b"scheme", "source", b"source", "stats", b"stats"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["held", b"held", "identity_cbor", b"identity_cbor", "kv_events", b"kv_events", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_metrics", b"rank_metrics", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "state", b"state", "stats", b"stats", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["held", b"held", "identity_cbor", b"identity_cbor", "kv_events", b"kv_events", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len_tokens", b"max_model_len_tokens", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "rank_metrics", b"rank_metrics", "rank_nodes", b"rank_nodes", "rank_pids", b"rank_pids", "role", b"role", "scheme", b"scheme", "source", b"source", "state", b"state", "stats", b"stats", "version", b"version"]) -> None: ...
 
 Global___Instance: typing_extensions.TypeAlias = Instance
 

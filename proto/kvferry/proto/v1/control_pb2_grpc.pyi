@@ -254,7 +254,8 @@ class ControlStub(typing.Generic[_ControlDescribeType, _ControlLocateType, _Cont
 
     Execute: _ControlExecuteType
     """Execute a command of an engine or a store: register, remove, step, reserve, end a reservation,
-    tell what it holds after a restart of the coordinator. Fires at most once per engine step. Repeating a call_id returns the first reply again.
+    tell what it holds after a restart of the coordinator; or drain an instance. Fires at most once
+    per engine step. Repeating a call_id returns the first reply again.
     The bytes are msgpack, a row of the command's fields, as kvferry's Python package of one version
     packs them; `schema` says which.
     FAILED_PRECONDITION: another schema, or (StaleError: ABORTED) an earlier life of either side.
@@ -364,7 +365,8 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvferry.proto.v1.control_pb2.ExecuteReply, collections.abc.Awaitable[kvferry.proto.v1.control_pb2.ExecuteReply]]:
         """Execute a command of an engine or a store: register, remove, step, reserve, end a reservation,
-        tell what it holds after a restart of the coordinator. Fires at most once per engine step. Repeating a call_id returns the first reply again.
+        tell what it holds after a restart of the coordinator; or drain an instance. Fires at most once
+        per engine step. Repeating a call_id returns the first reply again.
         The bytes are msgpack, a row of the command's fields, as kvferry's Python package of one version
         packs them; `schema` says which.
         FAILED_PRECONDITION: another schema, or (StaleError: ABORTED) an earlier life of either side.
