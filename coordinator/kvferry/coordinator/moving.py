@@ -14,7 +14,7 @@ from kvferry.coordinator.state import ServiceState
 from kvferry.coordinator.step_outcome import left_free
 from kvferry.coordinator.warming import end_warming, warm_some
 from kvferry.proto.errors import InvariantError
-from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId
+from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, InstanceId
 from kvferry.proto.step_messages import Move
 
 MAX_MOVES = 2
@@ -119,16 +119,18 @@ def _next_move(state: ServiceState, taker: Instance, now: float) -> Move | None:
     block_bytes = taker.info.identity.block_bytes(taker.block_tokens)
     spare = taker.manager.pool.num_free_blocks - left_free(taker)
     limit = min(max(MAX_MOVE_BYTES // block_bytes, 1), spare)
-    while taker.wanted and limit > 0:
-        key = max(taker.wanted, key=lambda one: len(taker.wanted[one]))
-        source = state.instances.get(key[0])
-        if source is None:
-            del taker.wanted[key]
-            continue
+    while limit > 0 and (key := _most_wanted(state, taker)):
+        source = state.instances[key[0]]
         batch = _take_wanted(taker, source, key[1], limit)
         if batch.found:
             return _begin(state, taker, batch, now)
     return None
+
+
+def _most_wanted(state: ServiceState, taker: Instance) -> tuple[InstanceId, GroupId] | None:
+    """Return of whom, and of which group, most is wanted; of nobody who is not heard now."""
+    keys = [key for key in taker.wanted if not state.instances[key[0]].is_suspect]
+    return max(keys, key=lambda key: len(taker.wanted[key]), default=None)
 
 
 def _take_wanted(taker: Instance, source: Instance, group_id: GroupId, limit: int) -> _Batch:

@@ -137,6 +137,10 @@ class ServiceState:
             if instance_id in (lease.instance_id, lease.beneficiary):
                 self.end_lease(lease.lease_id)
         del self.instances[instance_id]
+        for peer in self.instances.values():
+            # Its next life has other blocks, and does not go.
+            for key in [key for key in peer.wanted if key[0] == instance_id]:
+                del peer.wanted[key]
         self.index.leave(instance_id)
         self._tell(instance_id, [Cleared()])
 
