@@ -40,6 +40,9 @@ def test_200_seeds_of_2000_steps_violate_nothing() -> None:
     assert shown["num_sharded_lives"] > NUM_SEEDS
     assert shown["num_suspects"] > NUM_SEEDS // 20
     assert shown["num_deaths"] > 0
+    assert shown["num_drains"] > NUM_SEEDS // 4
+    assert shown["num_drained_blocks"] > NUM_SEEDS // 2
+    assert shown["num_warmed_blocks"] > NUM_SEEDS
     assert shown["stores"]["loaded_blocks"] > 10 * NUM_SEEDS
 
 
