@@ -73,7 +73,9 @@ def test_its_running_request_ends_as_ever_and_then_its_engine_says_why_it_ends(
     drain(service, a)
     assert a.result("r")[0] == answer(tokens, 40)
     over = drain_to_its_end(service, a)
-    assert over.moved[0].num_blocks >= 8
+    # What it left is more than its prompt.
+    assert over.num_dropped == 0
+    assert over.moved[0].num_blocks == 18
 
     with pytest.raises(InstanceDiedError, match="DrainedError: a was drained"):
         a.result("another")
@@ -119,3 +121,17 @@ def test_a_drain_in_a_restarted_coordinator_begins_anew(service: TokenService) -
     over = drain_to_its_end(service, a)
     assert over.num_dropped == 0
     assert serve(b, "b", tokens) == (32, 0)
+
+
+def test_moves_from_a_source_that_does_not_answer_leave_nothing_behind(
+    service: TokenService,
+) -> None:
+    a, b = service.add("a"), service.add("b")
+    tokens = prompt(1, 33)
+    serve(a, "a", tokens)
+    a.worker.stop()
+    over = drain_to_its_end(service, a)
+    assert (over.moved, over.num_dropped) == ((), 8)
+    assert service.counter("failed_moves") == 1
+    assert serve(b, "b", tokens) == (0, 0)
+    service.require_nothing_held()

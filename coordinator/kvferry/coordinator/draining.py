@@ -6,7 +6,7 @@ from kvferry.coordinator.drain_plan import plan_some
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.leases import require_ttl
 from kvferry.coordinator.moves import Draining, Tally
-from kvferry.coordinator.moving import moves_from
+from kvferry.coordinator.moving import moves_from, num_wanted
 from kvferry.coordinator.state import ServiceState
 from kvferry.proto.drain_messages import Drain, Drained, Moved
 from kvferry.proto.errors import BusyError, DrainedError, StaleError
@@ -56,7 +56,8 @@ def end_drains(state: ServiceState, now: float) -> bool:
     for instance in [one for one in state.instances.values() if one.draining is not None]:
         # Peers let it be planned when they ask; there may be none.
         plan_some(state, instance, _draining(instance))
-        if _draining(instance).deadline_s > now and not _is_empty(state, instance):
+        is_late = _draining(instance).deadline_s <= now
+        if not is_late and (not _is_empty(state, instance) or _list_what_is_new(instance)):
             continue
         instance_id = instance.info.instance_id
         report = _report(state, instance, now, is_over=True)
@@ -106,10 +107,22 @@ def _begin(state: ServiceState, instance: Instance, deadline_s: float, now: floa
     instance.draining = Draining(
         deadline_s=deadline_s,
         num_cached_blocks=pool.num_cached_blocks,
+        num_listed_blocks=pool.num_cached_blocks,
         left=deque(pool.hottest_first()),
         tally=Tally(purpose="drained", started_s=now),
     )
     state.note("drain_began", f"{instance.info.instance_id}: {pool.num_cached_blocks} blocks")
+
+
+def _list_what_is_new(instance: Instance) -> bool:
+    """List again what an instance holds if its last requests have left more; tell whether so."""
+    pool, draining = instance.manager.pool, _draining(instance)
+    if pool.num_cached_blocks == draining.num_listed_blocks:
+        return False
+    draining.num_listed_blocks = pool.num_cached_blocks
+    draining.num_elsewhere = 0
+    draining.left = deque(pool.hottest_first())
+    return True
 
 
 def _draining(instance: Instance) -> Draining:
@@ -125,17 +138,8 @@ def _is_empty(state: ServiceState, instance: Instance) -> bool:
         or instance.requests
         or instance.followers
         or instance.reservations
-        or _num_wanted(state, instance)
+        or num_wanted(state, instance)
         or any(lease.instance_id == instance_id for lease in state.leases.live())
-    )
-
-
-def _num_wanted(state: ServiceState, source: Instance) -> int:
-    return sum(
-        len(hashes)
-        for taker in state.instances.values()
-        for (source_id, _), hashes in taker.wanted.items()
-        if source_id == source.info.instance_id
     )
 
 
@@ -153,9 +157,10 @@ def _report(state: ServiceState, instance: Instance, now: float, *, is_over: boo
         moved=tuple(
             Moved(instance_id=peer, num_blocks=num, num_bytes=num * block_bytes)
             for peer, num in sorted(moved.items())
+            if num
         ),
         num_elsewhere=draining.num_elsewhere,
-        num_waiting=0 if is_over else _num_wanted(state, instance) + in_flight,
+        num_waiting=0 if is_over else num_wanted(state, instance) + in_flight,
         num_dropped=state.index.num_only_at(instance.info.instance_id) if is_over else 0,
         num_requests=instance.num_requests,
     )

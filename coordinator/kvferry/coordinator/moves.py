@@ -57,11 +57,13 @@ class Draining:
 
     `left`: hashes that have not been looked at, hottest first. `rooms`: how many more blocks each
     destination may get. `planned`: whom a hash was given to. `last`: who got the last.
+    `num_cached_blocks` were held when it began, `num_listed_blocks` when `left` was made.
     `num_elsewhere`: blocks that peers held anyway.
     """
 
     deadline_s: float
     num_cached_blocks: int
+    num_listed_blocks: int
     left: deque[BlockHash]
     tally: Tally
     rooms: dict[InstanceId, int] = field(default_factory=dict)

@@ -21,6 +21,8 @@ MAX_MOVES = 2
 """One is on its way while the next one is being asked for."""
 
 MAX_MOVE_BYTES = 64 << 20
+_FEW_WANTED = 256
+
 MOVE_TTL_S = 30.0
 """A move that takes longer fails; its source's blocks are free then."""
 
@@ -36,7 +38,8 @@ class _Batch(NamedTuple):
 def begin_moves(state: ServiceState, taker: Instance, now: float) -> tuple[Move, ...]:
     """Begin what may be begun now, and return it for the taker to carry out."""
     for source in state.instances.values():
-        if source.draining is not None and not taker.wanted:
+        # What is planned already comes first: a plan takes time, too.
+        if source.draining is not None and num_wanted(state, source) < _FEW_WANTED:
             plan_some(state, source, source.draining)
     if taker.warming is not None and not taker.wanted:
         warm_some(state, taker, taker.warming)
@@ -66,6 +69,16 @@ def end_move(state: ServiceState, taker: Instance, reservation: Reservation, num
     state.counters[f"{move.tally.purpose}_blocks"] += num_kept
     state.counters[f"{move.tally.purpose}_bytes"] += num_kept * block_bytes
     state.counters["failed_moves"] += num_kept < len(reservation.hashes)
+
+
+def num_wanted(state: ServiceState, source: Instance) -> int:
+    """Count the blocks that others are going to pull from an instance."""
+    return sum(
+        len(hashes)
+        for taker in state.instances.values()
+        for (source_id, _), hashes in taker.wanted.items()
+        if source_id == source.info.instance_id
+    )
 
 
 def num_moving(taker: Instance) -> int:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
+from heapq import nlargest
 from itertools import islice
 
 from kvferry.coordinator.chains import groups_that_hold, holds, parent_of, peers_of
@@ -12,7 +13,10 @@ from kvferry.proto.errors import ConfigError
 from kvferry.proto.ids import BlockHash, InstanceId
 
 # Others are answered between two such slices of a plan.
-_SLICE = 512
+_SLICE = 256
+
+# Listing what one holds takes time; these, with the most, have most of what is hot.
+_MAX_PEERS = 4
 
 
 def require_share(share: object) -> float:
@@ -29,9 +33,9 @@ def require_share(share: object) -> float:
 
 def begin_warming(state: ServiceState, taker: Instance, share: float, now: float) -> None:
     """Let a new instance want what is hot at its peers, for a share of its blocks."""
-    peers = [peer for peer in peers_of(state, taker) if peer.manager.pool.num_cached_blocks]
     room = int(taker.num_usable_blocks * share)
-    if not peers or not room:
+    peers = nlargest(_MAX_PEERS, peers_of(state, taker), key=_num_cached)
+    if not room or not any(map(_num_cached, peers)):
         return
     # A prefix that several have is seen as often.
     hottest = {
@@ -80,6 +84,10 @@ def end_warming(state: ServiceState, taker: Instance, now: float) -> None:
         f"{taker.info.instance_id}: {num_blocks} blocks ({num_bytes} bytes) in "
         f"{now - warming.tally.started_s:.1f} s",
     )
+
+
+def _num_cached(peer: Instance) -> int:
+    return peer.manager.pool.num_cached_blocks
 
 
 def _in_turn(

@@ -143,7 +143,7 @@ def test_who_is_not_there_cannot_be_drained() -> None:
         drain(fleet_of("a"), "a", deadline_s=0.0)
 
 
-def test_content_that_grows_meanwhile_is_not_moved() -> None:
+def test_what_its_last_requests_leave_moves_too_when_they_have_ended() -> None:
     fleet = fleet_of("a", "b")
     fleet.compute("a", admit("r", "ab"))
     drain(fleet, "a")
@@ -155,5 +155,7 @@ def test_content_that_grows_meanwhile_is_not_moved() -> None:
         releases=(release("r"),),
     )
     tick(fleet)
+    assert [move.hashes for move in move_all(fleet, "b")] == [chain("abc")[2:]]
+    tick(fleet)
     over = drain(fleet, "a")
-    assert (over.is_over, over.num_dropped) == (True, 1)
+    assert (over.is_over, over.num_dropped, over.moved[0].num_blocks) == (True, 0, 3)

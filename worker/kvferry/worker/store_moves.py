@@ -29,7 +29,6 @@ class _Given:
     reserver: CoordinatorReserver
 
     def reserve(self, group_id: GroupId, hashes: Sequence[BlockHash]) -> Reservation:
-        self.reserver.adopt()
         return Reservation(
             reservation_id=self.move.reservation_id,
             block_ids=self.move.block_ids,
@@ -62,8 +61,14 @@ class StoreMoves:
         self._threads = ThreadPoolExecutor(MAX_PARALLEL_MOVES, thread_name_prefix="kvferry-move")
 
     def begin(self, moves: Iterable[Move]) -> None:
-        """Carry these out in the background."""
+        """Carry these out in the background.
+
+        Raises:
+            UnavailableError: the store has to come back first, and will hear of others then.
+        """
         for move in moves:
+            # From here on the store does not come back before the move has ended.
+            self._reserver.adopt()
             self._threads.submit(self._carry_out, move)
 
     def stop(self) -> None:
