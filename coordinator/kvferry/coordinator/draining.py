@@ -23,9 +23,10 @@ def drain(state: ServiceState, command: Drain, now: float) -> Drained:
 
     """
     require_ttl("deadline_s", command.deadline_s)
-    known = state.instances.get(command.instance_id)
-    over = state.drained.get(command.instance_id)
-    if known is None and over is not None and command.incarnation in (None, over.incarnation):
+    over, meant = state.drained.get(command.instance_id), command.incarnation
+    if over is not None and meant == over.incarnation:
+        return over
+    if over is not None and meant is None and command.instance_id not in state.instances:
         return over
     instance = state.instance(command.instance_id)
     if command.incarnation not in (None, instance.info.incarnation):
@@ -53,7 +54,7 @@ def end_drains(state: ServiceState, now: float) -> bool:
 
     """
     num_drains = state.counters["drains"]
-    for instance in [one for one in state.instances.values() if one.draining is not None]:
+    for instance in list(state.draining.values()):
         # Peers let it be planned when they ask; there may be none.
         plan_some(state, instance, _draining(instance))
         is_late = _draining(instance).deadline_s <= now
@@ -111,6 +112,7 @@ def _begin(state: ServiceState, instance: Instance, deadline_s: float, now: floa
         left=deque(pool.hottest_first()),
         tally=Tally(purpose="drained", started_s=now),
     )
+    state.draining[instance.info.instance_id] = instance
     state.note("drain_began", f"{instance.info.instance_id}: {pool.num_cached_blocks} blocks")
 
 

@@ -37,7 +37,7 @@ class _Batch(NamedTuple):
 
 def begin_moves(state: ServiceState, taker: Instance, now: float) -> tuple[Move, ...]:
     """Begin what may be begun now, and return it for the taker to carry out."""
-    for source in state.instances.values():
+    for source in state.draining.values():
         # What is planned already comes first: a plan takes time, too.
         if source.draining is not None and num_wanted(state, source) < _FEW_WANTED:
             plan_some(state, source, source.draining)

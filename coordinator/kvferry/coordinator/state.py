@@ -92,6 +92,7 @@ class ServiceState:
         self.leases = LeaseTable(epoch, lease_cap_s)
         self.resets = Counter(resets)
         self.handoffs: dict[RequestId, Handoff] = {}
+        self.draining: dict[InstanceId, Instance] = {}
         # How the last drain of each instance ended; that life of it does not come back.
         self.drained: dict[InstanceId, Drained] = {}
         # No reservation can have expired before this moment.
@@ -141,6 +142,7 @@ class ServiceState:
             # Its next life has other blocks, and does not go.
             for key in [key for key in peer.wanted if key[0] == instance_id]:
                 del peer.wanted[key]
+        self.draining.pop(instance_id, None)
         self.index.leave(instance_id)
         self._tell(instance_id, [Cleared()])
 

@@ -132,8 +132,10 @@ def test_a_drained_life_does_not_come_back_and_a_new_one_may() -> None:
         fleet.enter(info("a", 20), returning=True)
     fleet.enter(info("a", 20, incarnation=2))
     assert state_of(fleet, "a") == "live"
+    assert drain(fleet, "a", incarnation=Incarnation(1)).is_over
     with pytest.raises(StaleError):
-        drain(fleet, "a", incarnation=Incarnation(1))
+        drain(fleet, "a", incarnation=Incarnation(3))
+    assert state_of(fleet, "a") == "live"
 
 
 def test_who_is_not_there_cannot_be_drained() -> None:
