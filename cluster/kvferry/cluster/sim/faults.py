@@ -38,7 +38,7 @@ PROFILES: dict[str, Profile] = {
         restart_every_s=5.0,
         crash_every_s=4.0,
         mistake_every_s=6.0,
-        pause_every_s=4.0,
+        pause_every_s=3.0,
         clock_skew=0.05,
     ),
     "all": Profile(
@@ -46,7 +46,7 @@ PROFILES: dict[str, Profile] = {
         restart_every_s=8.0,
         crash_every_s=6.0,
         mistake_every_s=8.0,
-        pause_every_s=5.0,
+        pause_every_s=3.0,
         cut_every_s=5.0,
         clock_skew=0.05,
     ),

@@ -14,7 +14,10 @@ from kvferry.proto.extra_keys import RequestKeys
 from kvferry.proto.ids import RequestId
 from kvferry.worker.model.sampling import SamplingParams
 
-GIVEN_UP = 0.15
+GIVEN_UP = 0.2
+PATIENCE_S = 0.05
+"""So long those wait who give up, about: some while their blocks are on the way."""
+
 SALTED = 0.2
 
 
@@ -98,7 +101,7 @@ class Workload:
         self._known.learn([*request.prompt_token_ids, *answer], request.keys, weights)
         outcomes.in_flight.add(request.request_id)
         gives_up_s = (
-            self._random.random() * 2 * self._pause_s if self._random.random() < GIVEN_UP else None
+            self._random.expovariate(1.0 / PATIENCE_S) if self._random.random() < GIVEN_UP else None
         )
         try:
             async with asyncio.timeout(gives_up_s):
