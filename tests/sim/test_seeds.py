@@ -33,7 +33,7 @@ def test_200_seeds_of_2000_steps_violate_nothing() -> None:
     assert shown["num_steps"] >= NUM_SEEDS * STEPS
     # Otherwise nothing was tried.
     assert shown["requests"]["right"] > 10 * NUM_SEEDS
-    assert shown["remote_hit_tokens"] > 100 * NUM_SEEDS
+    assert shown["remote_hit_tokens"] > 50 * NUM_SEEDS
     assert shown["num_crashes"] > NUM_SEEDS // 4
     assert shown["num_coordinator_restarts"] > NUM_SEEDS // 4
     assert shown["num_new_weights"] > NUM_SEEDS // 4
