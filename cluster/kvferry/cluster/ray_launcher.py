@@ -24,6 +24,7 @@ from kvferry.cluster.coordinator_process import FrontAddresses, FrontSettings
 from kvferry.cluster.kv_events_publisher import PublisherSettings
 from kvferry.cluster.progress import Progress
 from kvferry.cluster.ray_coordinator import OPTIONS, RayCoordinatorActor
+from kvferry.cluster.ray_frozen import FrozenWatch
 from kvferry.cluster.ray_handles import (
     RayAsyncCoordinator,
     end_actors,
@@ -78,6 +79,7 @@ class RayService:
         self.control_address = ""
         self.metrics_address = ""
         self._coordinator: ActorHandle[Any] | None = None
+        self._frozen: FrozenWatch | None = None
         self._places: dict[InstanceId, RayInstance] = {}
         self._launched: dict[InstanceId, Launched] = {}
 
@@ -106,6 +108,8 @@ class RayService:
     def close(self) -> None:
         """Stop engines, then the coordinator, and give all resources back. Repeatable."""
         with interrupts_held():
+            if self._frozen is not None:
+                self._frozen.stop()
             ranks = [place.rank_0 for place in self._places.values()]
             end_actors([rank for rank in ranks if rank is not None], STOP_TIMEOUT_S)
             if self._coordinator is not None:
@@ -190,6 +194,8 @@ class RayService:
             timeout_s=COORDINATOR_START_TIMEOUT_S,
             who="the coordinator",
         )
+        name = naming.coordinator_name(self._service_id)
+        self._frozen = FrozenWatch(lambda: [name], have_started=True)
         self.control_address = addresses.control
         self.metrics_address = addresses.metrics or ""
 

@@ -69,7 +69,7 @@ def print_tables(status: ServiceStatus, out: Console) -> None:
             _short(identity["digest"]),
         )
     instances = Table(
-        "instance", "role", "identity", "address", "used", "cached", "total", "fill",
+        "instance", "role", "state", "identity", "address", "used", "cached", "total", "fill",
         "requests", "hit tokens", box=SIMPLE_HEAD,
     )  # fmt: skip
     for one in description.instances:
@@ -77,6 +77,7 @@ def print_tables(status: ServiceStatus, out: Console) -> None:
         instances.add_row(
             shown["id"],
             shown["role"],
+            shown["state"],
             _short(shown["identity"]),
             ", ".join(shown["addresses"]),
             *(str(shown[name]) for name in ("used_blocks", "cached_blocks", "total_blocks")),
@@ -156,6 +157,7 @@ def _instance(status: InstanceStatus) -> dict[str, Any]:
     return {
         "id": info.instance_id,
         "role": info.role,
+        "state": status.state,
         "identity": info.identity.digest().hex(),
         "addresses": list(info.rank_addresses),
         "layout": layout_text(info.layout),

@@ -8,11 +8,11 @@ Masks that were made alike are one object, so that the pass compares pointers, n
 hardly depends on the number of instances.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
-from itertools import repeat
+from itertools import islice, repeat
 from math import lcm
 from operator import and_
 
@@ -88,6 +88,8 @@ class _SizeClass:
     hashes_per_block: int
     everyone: int = 0
     groups: dict[GroupId, dict[BlockHash, int]] = field(default_factory=dict)
+    # So many have left whose bits are not purged yet.
+    num_purges: int = 0
 
     def held(self, hashes: Sequence[BlockHash], group_id: GroupId) -> _Runs:
         """Return how many blocks each member holds of a group, from the first without a gap.
@@ -98,6 +100,8 @@ class _SizeClass:
         runs: _Runs = []
         keys = hashes if self.hashes_per_block == 1 else block_keys(hashes, self.hashes_per_block)
         alive = masks.get(keys[0], 0) if keys else 0
+        if self.num_purges:
+            alive &= self.everyone
         if alive:
             for length, mask in enumerate(map(masks.get, keys)):
                 if mask is alive:
@@ -131,12 +135,21 @@ class _SizeClass:
         runs: _Runs = []
         found = 0
         for num_blocks in range(len(by_length) // step * step, 0, -step):
-            new = by_length[num_blocks - 1] & ~found
+            new = by_length[num_blocks - 1] & self.everyone & ~found
             if new:
                 runs.append((num_blocks * covered, new))
                 found |= new
         runs.reverse()
         return runs
+
+
+@dataclass(frozen=True, slots=True)
+class _Purge:
+    """A member that has left, and what of its size class was not yet looked at."""
+
+    left: _SizeClass
+    number: int
+    todo: Iterator[tuple[dict[BlockHash, int], BlockHash]]
 
 
 def _first_needed_block(rule: PrefixRule, covered: int, num_blocks: int) -> int:
@@ -148,7 +161,8 @@ class LocationIndex:
     """(identity digest, group, hash) -> the instances that hold it.
 
     Each member has a small number, its bit in every mask; numbers are reused after a member has
-    left, so masks stay as short as the number of live instances.
+    left, so masks stay as short as the number of live instances. What it held is purged little by
+    little, as there may be millions of hashes: until then nobody finds it or gets its number.
     """
 
     def __init__(self) -> None:
@@ -159,6 +173,7 @@ class LocationIndex:
         self._class_of: dict[InstanceId, _SizeClass] = {}
         self._numbers: dict[InstanceId, int] = {}
         self._members: dict[int, InstanceId] = {}
+        self._purges: deque[_Purge] = deque()
 
     def join(
         self, instance_id: InstanceId, identity_digest: bytes, hashes_per_block: int = 1
@@ -184,19 +199,44 @@ class LocationIndex:
         self._class_of[instance_id] = joined
 
     def leave(self, instance_id: InstanceId) -> None:
-        """Forget an instance and everything it held. Unknown instances are no error."""
+        """Let nobody find an instance any more; `purge` forgets what it held.
+
+        Unknown instances are no error.
+        """
         if instance_id not in self._numbers:
             return
-        self._clear(instance_id)
         left = self._class_of.pop(instance_id)
         number = self._numbers.pop(instance_id)
-        del self._members[number]
+        self._forget_copies(number)
         left.everyone ^= 1 << number
+        left.num_purges += 1
+        todo = ((masks, held) for masks in list(left.groups.values()) for held in list(masks))
+        self._purges.append(_Purge(left, number, todo))
         if not left.everyone:
             classes = self._classes[left.identity_digest]
             del classes[left.hashes_per_block]
             if not classes:
                 del self._classes[left.identity_digest]
+            left.groups.clear()
+
+    def purge(self, num_hashes: int) -> None:
+        """Forget what members held that have left, looking at about so many hashes."""
+        while self._purges and num_hashes > 0:
+            purge = self._purges[0]
+            part = list(islice(purge.todo, num_hashes))
+            num_hashes -= len(part)
+            if not part or not purge.left.everyone:
+                self._purges.popleft()
+                purge.left.num_purges -= 1
+                del self._members[purge.number]
+                continue
+            toggle = _Toggle(1 << purge.number)
+            for masks, block_hash in part:
+                mask = masks.get(block_hash, 0)
+                if mask == toggle.bit:
+                    del masks[block_hash]
+                elif mask & toggle.bit:
+                    masks[block_hash] = toggle.of(mask)
 
     def apply(self, instance_id: InstanceId, events: Iterable[PoolEvent]) -> None:
         """Follow what an instance's pool did.
@@ -344,5 +384,8 @@ class LocationIndex:
                     del masks[block_hash]
                 else:
                     masks[block_hash] &= ~(1 << number)
+        self._forget_copies(number)
+
+    def _forget_copies(self, number: int) -> None:
         for extra in [extra for extra in self._extra_copies if extra[0] == number]:
             del self._extra_copies[extra]

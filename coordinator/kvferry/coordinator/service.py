@@ -62,6 +62,9 @@ from kvferry.proto.step_messages import Step
 # A repeat comes within a call's deadline; at some thousand calls per second this covers seconds.
 _REMEMBERED_REPLIES = 8192
 
+# Of what gone instances held; some 20 ms.
+_PURGED_AT_A_TICK = 50_000
+
 NO_RESETS: Mapping[bytes, int] = {}
 
 
@@ -142,8 +145,11 @@ class CoordinatorService:
             | expire_reservations(self.state, now)
         )
         reply = self._remembered(command)
-        if reply is None:
-            reply = Done(changed=expired) if isinstance(command, Tick) else self._run(command, now)
+        if isinstance(command, Tick):
+            self.state.index.purge(_PURGED_AT_A_TICK)
+            reply = Done(changed=expired)
+        elif reply is None:
+            reply = self._run(command, now)
             self._remember(command, reply)
         self.state.follow_pools()
         if self._check_invariants:

@@ -64,6 +64,7 @@ DECODE = InstanceStatus(
         loading_blocks=2,
         quarantined_blocks=2,
     ),
+    state="suspect",
 )
 
 
@@ -131,6 +132,7 @@ def test_the_coordinators_metrics_are_what_it_says_of_itself() -> None:
         f"kvferry_loads{{{of}}} 1.0",
         f"kvferry_loading_blocks{{{of}}} 2.0",
         f"kvferry_quarantined_blocks{{{of}}} 2.0",
+        f'kvferry_instance_state{{{of},state="suspect"}} 1.0',
         f"kvferry_admissions_total{first}}} 3.0",
         f"kvferry_admissions_total{preempted}}} 1.0",
         f"kvferry_requested_tokens_total{first}}} 90.0",

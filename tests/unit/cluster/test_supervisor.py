@@ -62,6 +62,7 @@ def test_an_instance_is_started_until_it_serves_and_each_failure_is_logged(
 
     run(test)
     assert [record.getMessage() for record in caplog.records] == [
+        "instance d0 is started again: killed",
         "instance d0 could not be started again, next attempt in 0.001 s: no room",
         "instance d0 could not be started again, next attempt in 0.002 s: no such file",
         "instance d0 is back",

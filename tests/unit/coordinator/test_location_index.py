@@ -98,6 +98,59 @@ def test_an_instance_that_left_is_forgotten_and_its_number_reused() -> None:
     assert index.num_keys() == 0
 
 
+def test_what_an_instance_held_that_left_is_found_no_more_and_purged_little_by_little() -> None:
+    index = index_of(a=(0, 1, 2, 3), b=(0, 1))
+    index.leave(A)
+    assert index.longest_prefixes(D1, H[:4], G0) == {B: 2}
+    index.join(C, D1)
+    index.apply(C, [stored(0, 1, 2)])
+    index.apply(B, [removed(1)])
+    assert index.longest_prefixes(D1, H[:4], G0) == {B: 1, C: 3}
+    index.purge(2)
+    assert index.num_keys() == 4
+    index.join(A, D1)
+    assert index.copies_of(A) == {}
+    index.purge(2)
+    assert index.num_keys() == 3
+    assert index.longest_prefixes(D1, H[:4], G0) == {B: 1, C: 3}
+
+
+changes = st.tuples(
+    st.sampled_from(["join", "leave", "store", "remove", "purge"]),
+    st.sampled_from([A, B, C]),
+    st.integers(0, 3),
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(changes, max_size=40))
+def test_purges_change_nothing_that_is_found(made: list[tuple[str, InstanceId, int]]) -> None:
+    index = LocationIndex()
+    held: dict[InstanceId, set[int]] = {}
+    for what, name, number in made:
+        if what == "purge":
+            index.purge(number)
+        elif what == "leave":
+            index.leave(name)
+            held.pop(name, None)
+        elif what == "join" and name not in held:
+            index.join(name, D1)
+            held[name] = set()
+        elif what == "store" and name in held and number not in held[name]:
+            index.apply(name, [stored(number)])
+            held[name].add(number)
+        elif what == "remove" and number in held.get(name, ()):
+            index.apply(name, [removed(number)])
+            held[name].remove(number)
+        lengths = {
+            one: next(n for n in range(5) if n not in numbers) for one, numbers in held.items()
+        }
+        expected = {one: length for one, length in lengths.items() if length}
+        assert index.longest_prefixes(D1, H[:4], G0) == expected
+    index.purge(1000)
+    assert index.num_keys() == len(set().union(*held.values()))
+
+
 def test_contradicting_news_is_refused() -> None:
     index = index_of(a=(0,))
     with pytest.raises(InvariantError, match="already"):

@@ -51,6 +51,12 @@ def coordinator_metrics(description: Description) -> Iterator[Metric]:
         for status in description.instances:
             gauge.add_metric(_labels(status), read(status))
         yield gauge
+    states = GaugeMetricFamily(
+        "kvferry_instance_state", "1 for the state of each instance", labels=(*_LABELS, "state")
+    )
+    for status in description.instances:
+        states.add_metric((*_labels(status), status.state), 1)
+    yield states
     yield from _token_metrics(description.instances)
     yield from _residency_metrics(description.instances)
     yield GaugeMetricFamily(
