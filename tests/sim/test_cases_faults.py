@@ -311,7 +311,7 @@ def test_b42_until_a_member_is_back_nobody_finds_its_blocks_and_it_gets_none(
 
 # -- B44 -------------------------------------------------------------------------------------------
 
-NUM_LIVES = 300
+NUM_LIVES = 100
 
 
 def sizes(service: Scenario) -> dict[str, int]:
