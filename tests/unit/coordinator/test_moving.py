@@ -257,3 +257,14 @@ def test_a_long_plan_is_made_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(move.hashes) for move in move_all(fleet, "b")] == [4, 4, 1]
     tick(fleet)
     assert drain(fleet, "a").num_dropped == 0
+
+
+def test_nothing_is_moved_from_the_next_life_of_who_was_to_go() -> None:
+    fleet = fleet_of("a", "b")
+    fleet.cache("a", "ab")
+    drain(fleet, "a")
+    tick(fleet)  # it is planned now
+    fleet.remove("a")
+    fleet.register("a", 20)
+    fleet.cache("a", "ab")
+    assert moves_of(fleet, "b") == ()
