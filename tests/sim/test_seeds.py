@@ -1,15 +1,17 @@
 """The simulator as people run it: `kvferry sim`."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
 from tests.sim.mutations import MUTATIONS, seed_that_notices
 
 NUM_SEEDS, STEPS = 200, 2000
-NUM_LONG_SEEDS = 5000
+NUM_LONG_SEEDS = int(os.environ.get("KVFERRY_SIM_SEEDS", "5000"))
 
 
 def run_sim(*arguments: str, exit_code: int = 0) -> dict[str, Any]:
@@ -31,26 +33,43 @@ def test_200_seeds_of_2000_steps_violate_nothing() -> None:
     assert shown["num_steps"] >= NUM_SEEDS * STEPS
     # Otherwise nothing was tried.
     assert shown["requests"]["right"] > 10 * NUM_SEEDS
-    assert shown["remote_hit_tokens"] > 100 * NUM_SEEDS
+    assert shown["remote_hit_tokens"] > 50 * NUM_SEEDS
     assert shown["num_crashes"] > NUM_SEEDS // 4
     assert shown["num_coordinator_restarts"] > NUM_SEEDS // 4
+    assert shown["num_new_weights"] > NUM_SEEDS // 4
+    assert shown["num_sharded_lives"] > NUM_SEEDS
+    assert shown["num_suspects"] > NUM_SEEDS // 20
+    assert shown["num_deaths"] > 0
+    assert shown["num_drains"] > NUM_SEEDS // 4
+    assert shown["num_drained_blocks"] > NUM_SEEDS // 2
+    assert shown["num_warmed_blocks"] > NUM_SEEDS
     assert shown["stores"]["loaded_blocks"] > 10 * NUM_SEEDS
 
 
 @pytest.mark.long
-@pytest.mark.timeout(4000)
-def test_5000_seeds_of_2000_steps_violate_nothing() -> None:
+@pytest.mark.timeout(3600)
+def test_thousands_of_seeds_of_2000_steps_violate_nothing_in_an_hour(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    started = time.monotonic()
     shown = run_sim("--seed", "1000", "--count", str(NUM_LONG_SEEDS), "--steps", str(STEPS))
-    print(f"{shown['ran']} seeds, {shown['num_steps']} steps, {shown['requests']}")
+    with capsys.disabled():
+        print(
+            f"\n{shown['ran']} seeds, {shown['num_steps']} steps, {shown['requests']} in "
+            f"{time.monotonic() - started:.0f} s on {os.cpu_count()} cores"
+        )
     assert (shown["ran"], shown["ok"], shown["violations"]) == (NUM_LONG_SEEDS, True, [])
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_code_without_one_of_its_guards_is_noticed(name: str) -> None:
+def test_code_without_one_of_its_guards_is_noticed(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     noticed = seed_that_notices(MUTATIONS[name])
-    print(f"{name}: {noticed}")
+    with capsys.disabled():
+        print(f"\n{name}: {noticed}")
     assert noticed is not None
 
 

@@ -106,6 +106,13 @@ def _to_json(
         "virtual_s": round(report.virtual_s, 1),
         "num_crashes": report.num_crashes,
         "num_coordinator_restarts": report.num_restarts,
+        "num_new_weights": report.num_renewals,
+        "num_sharded_lives": report.num_sharded_lives,
+        "num_suspects": report.num_suspects,
+        "num_deaths": report.num_deaths,
+        "num_drains": report.num_drains,
+        "num_drained_blocks": report.num_drained_blocks,
+        "num_warmed_blocks": report.num_warmed_blocks,
         "requests": {
             "right": report.num_right,
             "given_up": report.num_given_up,
@@ -126,7 +133,11 @@ def _print(shown: dict[str, Any]) -> None:
     out.print(
         f"{shown['ran']} runs, {shown['num_steps']} steps, {shown['virtual_s']} virtual seconds, "
         f"{shown['num_crashes']} crashes, {shown['num_coordinator_restarts']} restarts of the "
-        f"coordinator; requests: {requests['right']} right, "
+        f"coordinator, {shown['num_new_weights']} times new weights, "
+        f"{shown['num_sharded_lives']} lives of several ranks, {shown['num_suspects']} suspects "
+        f"of whom {shown['num_deaths']} were taken for dead, {shown['num_drains']} drains by which "
+        f"{shown['num_drained_blocks']} blocks moved, {shown['num_warmed_blocks']} to new members; "
+        f"requests: {requests['right']} right, "
         f"{requests['given_up']} given up, {requests['failed']} failed; "
         f"{shown['remote_hit_tokens']} tokens came from peers; stores: {stores['saves']} saves, "
         f"{stores['loaded_blocks']} blocks loaded, {stores['resets']} resets"

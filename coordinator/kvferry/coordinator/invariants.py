@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 from kvferry.coordinator.handoff import HandoffState
 from kvferry.coordinator.instances import Instance
 from kvferry.proto.errors import InvariantError
-from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId
+from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupedHash
 from kvferry.proto.shared_chain import block_keys
 
 if TYPE_CHECKING:
     from kvferry.coordinator.service import CoordinatorService
     from kvferry.coordinator.state import ServiceState
+
+_Entries = dict[GroupedHash, tuple[BlockId, ...]]
+"""What a pool's index has: each key with its blocks."""
 
 
 def check(service: CoordinatorService) -> None:
@@ -24,14 +27,16 @@ def check(service: CoordinatorService) -> None:
 
     """
     state = service.state
+    _require_equal("members of the location index", state.index.members(), set(state.instances))
     for instance in state.instances.values():
+        entries = dict(instance.manager.pool.index_items())
         _check_counts(instance)
-        _check_index(instance)
+        _check_index(instance, entries)
+        _check_location(state, instance, entries)
         _check_owners(state, instance)
         _check_written(instance)
         _check_flights(instance)
         _check_accounts(instance)
-    _check_locations(state)
     _check_promises(state)
     _check_silence(state)
 
@@ -59,17 +64,23 @@ def _check_counts(instance: Instance) -> None:
     _require_equal(f"{name}: blocks freed twice", pool.num_refused_frees, 0)
 
 
-def _check_index(instance: Instance) -> None:
+def _check_index(instance: Instance, entries: _Entries) -> None:
     pool, name = instance.manager.pool, instance.info.instance_id
-    indexed = {block: key for key, blocks in pool.index_items() for block in blocks}
+    indexed = {block: key for key, blocks in entries.items() for block in blocks}
     carried = {
         BlockId(block): key
         for block in range(pool.num_blocks)
         if (key := pool.key_of(BlockId(block))) is not None
     }
     _require_equal(f"{name}: indexed blocks and blocks with a hash", indexed, carried)
-    num_entries = sum(len(blocks) for _, blocks in pool.index_items())
+    num_entries = sum(map(len, entries.values()))
     _require_equal(f"{name}: number of cached blocks", pool.num_cached_blocks, num_entries)
+
+
+def _check_location(state: ServiceState, instance: Instance, entries: _Entries) -> None:
+    name = instance.info.instance_id
+    held = {key: len(blocks) for key, blocks in entries.items()}
+    _require_equal(f"{name}: location index and pool", state.index.copies_of(name), held)
 
 
 def _check_owners(state: ServiceState, instance: Instance) -> None:
@@ -147,16 +158,6 @@ def _check_accounts(instance: Instance) -> None:
     )
     for counts in (stats.first, stats.preempted):
         _require_equal(f"{name}: hit rate within 0..1", 0.0 <= counts.hit_rate <= 1.0, True)
-
-
-def _check_locations(state: ServiceState) -> None:
-    _require_equal("members of the location index", state.index.members(), set(state.instances))
-    for instance_id, instance in state.instances.items():
-        pool = instance.manager.pool
-        held = {key: len(blocks) for key, blocks in pool.index_items()}
-        _require_equal(
-            f"{instance_id}: location index and pool", state.index.copies_of(instance_id), held
-        )
 
 
 def _check_promises(state: ServiceState) -> None:

@@ -1,6 +1,6 @@
 """Where the tokens of an instance's requests came from, counted once each."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from kvferry.proto.ids import RequestId
 from kvferry.proto.instance_stats import TokenCounts
@@ -18,7 +18,14 @@ class _Counters:
     abandoned: int = 0
 
     def read(self) -> TokenCounts:
-        return TokenCounts(**asdict(self))
+        return TokenCounts(
+            requests=self.requests,
+            requested=self.requested,
+            local_hit=self.local_hit,
+            remote_hit=self.remote_hit,
+            computed=self.computed,
+            abandoned=self.abandoned,
+        )
 
 
 @dataclass(slots=True)

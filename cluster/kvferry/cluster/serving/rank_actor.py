@@ -123,7 +123,7 @@ class RankActor:
         engine.start()
         for rank, other in enumerate(self._others, start=1):
             threading.Thread(
-                target=_watch,
+                target=watch_rank,
                 args=(engine, rank, other, settings.rank_timeout_s),
                 name="kvferry-watch",
                 daemon=True,
@@ -205,7 +205,7 @@ def _results(calls: list[PendingCall]) -> list[Any]:
     return [call.result(START_TIMEOUT_S) for call in calls]
 
 
-def _watch(engine: Engine, rank: int, other: RankPort, rank_timeout_s: float) -> None:
+def watch_rank(engine: Engine, rank: int, other: RankPort, rank_timeout_s: float) -> None:
     """Let the engine fail when a rank ends or stops answering, whatever the engine does then."""
     waiting = other.begin("wait_until_stopped")
     while not waiting.done(PING_PERIOD_S):

@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 from kvferry.cluster.sim.world import Task, World
 
 MODULES = (
+    "kvferry.cluster.serving.all_ranks",
     "kvferry.cluster.serving.engine",
     "kvferry.cluster.serving.membership",
-    "kvferry.cluster.serving.membership",
+    "kvferry.cluster.serving.move_pulls",
     "kvferry.cluster.serving.outbox",
+    "kvferry.cluster.serving.pulse",
+    "kvferry.cluster.serving.rank",
     "kvferry.cluster.serving.legs",
     "kvferry.cluster.serving.router",
     "kvferry.cluster.store_watch",
@@ -27,6 +30,7 @@ MODULES = (
     "kvferry.worker.fetch_terms",
     "kvferry.worker.layout_pull",
     "kvferry.worker.stats",
+    "kvferry.worker.store_moves",
 )
 """Those of the simulated code that block, start something, or look at a clock."""
 

@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 
 from kvferry.cluster.sim.blocking import Event
-from kvferry.cluster.sim.content import states_of
+from kvferry.cluster.sim.content import Values, states_of
 from kvferry.cluster.sim.fetching import Served
 from kvferry.cluster.sim.members import Birth, Member
 from kvferry.cluster.sim.workload import tokens_of
@@ -37,6 +37,9 @@ from kvferry.worker.take_wire import make_take_ask
 NO_KEYS = RequestKeys()
 CALL_TIMEOUT_S = 5.0
 TRANSFER_TIMEOUT_S = 5.0
+SHORT_SAVE_S = 0.03
+"""Who has waited so long for a save may write something else, whoever still reads."""
+
 LEASE_S = 10.0
 RESET = 0.04
 
@@ -98,6 +101,7 @@ class Client(Member):
         self._saves = saves
         self._pause_s = pause_s
         self._num_calls = 0
+        self._layers: list[Values] = [layer.numpy() for layer in self.worker.memory.layers]
 
     def join(self) -> None:
         """Save, load and reset until it is over."""
@@ -105,7 +109,7 @@ class Client(Member):
         while not self.is_over:
             self.network.world.sleep(random.expovariate(1.0 / self._pause_s))
             prompt = random.choice(self._prompts)
-            tokens = prompt[: random.randrange(self.plan.block_tokens, len(prompt) + 1)]
+            tokens = prompt[: random.randrange(self._block_tokens, len(prompt) + 1)]
             try:
                 if random.random() < RESET:
                     self._reset()
@@ -116,6 +120,10 @@ class Client(Member):
             except KvferryError as error:
                 if isinstance(error, InvariantError):
                     raise
+
+    @property
+    def _block_tokens(self) -> int:
+        return self.plan.layout.virtual_block_tokens
 
     def watch(self) -> None:
         """Wait for ever."""
@@ -144,7 +152,7 @@ class Client(Member):
                 timeout_s=TRANSFER_TIMEOUT_S,
                 cancel=Event(world),  # type: ignore[arg-type]
             ),
-            timeout_s=TRANSFER_TIMEOUT_S,
+            timeout_s=world.random.choice([SHORT_SAVE_S, TRANSFER_TIMEOUT_S]),
         )
         self._saves.ended_s[stamp] = world.now_s
 
@@ -174,7 +182,7 @@ class Client(Member):
             FIRST_GROUP,
             self._blocks(len(hashes)),
             first_block=0,
-            block_tokens=self.plan.block_tokens,
+            block_tokens=self._block_tokens,
             source_block_tokens=source.layout.virtual_block_tokens,
             hash_block_tokens=self.plan.scheme.hash_block_tokens,
         )
@@ -202,23 +210,25 @@ class Client(Member):
             instance_id=self.plan.instance_id,
             incarnation=self.incarnation,
             layout=self.worker.memory.layout,
-            rank_addresses=(self.address,),
+            rank_addresses=self.info.rank_addresses,
         )
 
     def _states(self, tokens: Sequence[int], index: int) -> list[int]:
-        size = self.plan.block_tokens
-        return states_of(tokens, NO_KEYS)[index * size : (index + 1) * size]
+        size = self._block_tokens
+        states = states_of(tokens, NO_KEYS, self.plan.identity.weight_version)
+        return states[index * size : (index + 1) * size]
 
     def _write(self, block: BlockId, states: Sequence[int], stamp: int) -> None:
-        for layer in self.layers:
-            layer[:, block, :, 0, 0] = np.array(states, np.float32)
-            layer[:, block, :, 0, 1] = stamp
+        for layer in self._layers:
+            layer[:, block, :, :, 0] = np.array(states, np.float32)[:, None]
+            layer[:, block, :, :, 1] = stamp
 
     def _require(self, block: BlockId, states: Sequence[int], reset_begun_s: float) -> None:
-        for layer in self.layers:
-            found = layer[:, block, :, 0, :]
+        for layer in self._layers:
+            found = layer[:, block]
             stamps = set(found[..., 1].ravel().tolist())
-            if (found[..., 0] != np.array(states, np.float32)).any() or len(stamps) != 1:
+            expected = np.array(states, np.float32)[:, None]
+            if (found[..., 0] != expected).any() or len(stamps) != 1:
                 raise InvariantError(
                     f"block {block} of {self.plan.instance_id} holds what its hash does not say",
                     given=str(found[0].tolist()),
@@ -231,7 +241,7 @@ class Client(Member):
 
     def _call_id(self) -> str:
         self._num_calls += 1
-        return f"{self.address}/{self._num_calls}"
+        return f"{self.name}/{self._num_calls}"
 
 
 def prompts_for_clients(random: Random, max_model_len: int) -> list[tuple[int, ...]]:

@@ -1,20 +1,61 @@
 """The coordinator in the simulator: its lives, one after the other, at times two at once."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvferry.cluster.sim.command_checks import check_no_suspects, nothing_changes_by_others
 from kvferry.cluster.sim.world import Process, World
 from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.coordinator.service import CoordinatorService
-from kvferry.proto.errors import UnavailableError
-from kvferry.proto.messages import Command, Reply
+from kvferry.proto.errors import InvariantError, UnavailableError
+from kvferry.proto.messages import Command, Reply, Tick
 from kvferry.proto.scheme import HashScheme
 
 LONGEST_RESTART_S = 3.0
+SUSPECT_AFTER_S = 1.5
+DEAD_AFTER_S = 6.0
+"""Less than a service takes: runs are short, and pauses and cuts are often longer than this."""
 
 
 class _Actor(CoordinatorActor):
+    """Checks more than it does by itself, and tells the world of it.
+
+    Args:
+        violated: hears of what must not be, whoever else is told, or swallows it.
+        settings: as `CoordinatorActor`.
+    """
+
+    def __init__(self, violated: Callable[[Exception], None], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._violated = violated
+        self._answered: set[tuple[type, str]] = set()
+
     @property
     def service(self) -> CoordinatorService | None:
         return self._service
+
+    def call(self, command: Command) -> Reply:
+        try:
+            return self._checked(command)
+        except InvariantError as error:
+            self._violated(error)
+            raise
+
+    def _checked(self, command: Command) -> Reply:
+        service = self._service
+        if service is None:
+            return super().call(command)
+        tick = partial(super().call, Tick())
+        with nothing_changes_by_others(service, command, tick):
+            reply = super().call(command)
+        key = type(command), getattr(command, "call_id", "")
+        if key not in self._answered:
+            check_no_suspects(service, reply)
+        if key[1]:
+            self._answered.add(key)  # a repeat tells what was right then
+        return reply
 
 
 class Coordinators:
@@ -25,7 +66,7 @@ class Coordinators:
         scheme: how members hash.
         operator: the process that starts them.
         clock_skew: how wrong their clocks may go.
-        lease_cap_s, step_lease_s: as `CoordinatorService`.
+        lease_cap_s, step_lease_s, warm_share: as `CoordinatorService`.
     """
 
     def __init__(
@@ -37,6 +78,7 @@ class Coordinators:
         clock_skew: float,
         lease_cap_s: float,
         step_lease_s: float,
+        warm_share: float = 0.0,
     ) -> None:
         self.process = Process("coordinator:0")
         self._world = world
@@ -45,6 +87,7 @@ class Coordinators:
         self._clock_skew = clock_skew
         self._lease_cap_s = lease_cap_s
         self._step_lease_s = step_lease_s
+        self._warm_share = warm_share
         self._registry = ProcessRegistry()
         self._actors: dict[str, _Actor] = {}
         self._num_lives = 0
@@ -53,6 +96,11 @@ class Coordinators:
     def num_restarts(self) -> int:
         """How many lives began after the first."""
         return self._num_lives - 1
+
+    def count(self, name: str) -> int:
+        """Return the sum of a counter over all lives."""
+        services = [actor.service for actor in self._actors.values()]
+        return sum(service.state.counters[name] for service in services if service is not None)
 
     def begin(self) -> None:
         """Begin the next life, whether or not the last one has ended."""
@@ -89,10 +137,14 @@ class Coordinators:
 
     def _live(self) -> None:
         actor = _Actor(
+            self._world.fail,
             scheme=self._scheme,
             registry=self._registry,
             lease_cap_s=self._lease_cap_s,
             step_lease_s=self._step_lease_s,
+            suspect_after_s=SUSPECT_AFTER_S,
+            dead_after_s=DEAD_AFTER_S,
+            warm_share=self._warm_share,
             check_invariants=True,
         )
         actor.start()

@@ -14,6 +14,8 @@ class Profile:
     """How rough a run is. Chances are from 0 to 1, pauses between events of a kind in seconds."""
 
     weather: Weather = field(default_factory=Weather)
+    new_weights_every_s: float | None = 8.0
+    drain_every_s: float | None = 5.0
     restart_every_s: float | None = None
     crash_every_s: float | None = None
     mistake_every_s: float | None = None
@@ -37,7 +39,7 @@ PROFILES: dict[str, Profile] = {
         restart_every_s=5.0,
         crash_every_s=4.0,
         mistake_every_s=6.0,
-        pause_every_s=4.0,
+        pause_every_s=3.0,
         clock_skew=0.05,
     ),
     "all": Profile(
@@ -45,7 +47,7 @@ PROFILES: dict[str, Profile] = {
         restart_every_s=8.0,
         crash_every_s=6.0,
         mistake_every_s=8.0,
-        pause_every_s=5.0,
+        pause_every_s=3.0,
         cut_every_s=5.0,
         clock_skew=0.05,
     ),
@@ -82,6 +84,8 @@ class Faults:
         processes: all that may be paused or cut off, as they are now.
         coordinator: dies, or is taken for dead, in a rhythm of its own.
         victims: all others that may, as they are now.
+        renew: lets the model have new weights, which is no fault, but comes at such times too.
+        drain: drains a member, likewise.
     """
 
     def __init__(
@@ -92,6 +96,8 @@ class Faults:
         processes: Callable[[], list[Process]],
         coordinator: Victim,
         victims: Callable[[], Sequence[Victim]],
+        renew: Callable[[], None],
+        drain: Callable[[], None],
     ) -> None:
         self._network = network
         self._world: World = network.world
@@ -99,6 +105,8 @@ class Faults:
         self._processes = processes
         self._coordinator = coordinator
         self._victims = victims
+        self._renew = renew
+        self._drain = drain
         self._is_over = False
 
     def start(self) -> None:
@@ -106,6 +114,8 @@ class Faults:
         profile = self._profile
         self._network.weather = profile.weather
         for pause_s, fault in (
+            (profile.new_weights_every_s, self._renew),
+            (profile.drain_every_s, self._drain),
             (profile.restart_every_s, self._restart_coordinator),
             (profile.crash_every_s, lambda: self._hit_one(lambda one: one.crash())),
             (profile.mistake_every_s, lambda: self._hit_one(lambda one: one.take_for_dead())),

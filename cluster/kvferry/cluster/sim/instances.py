@@ -1,9 +1,13 @@
-"""An engine instance in the simulator: the real engine and worker, around a model of states."""
+"""An engine instance in the simulator: the real engine, ranks and workers; a model of states."""
+
+from functools import partial
 
 from kvferry.cluster.serving.engine import Engine
 from kvferry.cluster.serving.limits import Limits
-from kvferry.cluster.sim.content import StateModel
+from kvferry.cluster.serving.rank_actor import watch_rank
+from kvferry.cluster.sim.content import Cells, StateModel
 from kvferry.cluster.sim.members import Birth, Member
+from kvferry.cluster.sim.ranks import RANK_TIMEOUT_S, SimPort, SimRank, SimRanks
 from kvferry.proto.errors import InstanceDiedError
 from kvferry.proto.group_specs import specs_of
 
@@ -21,36 +25,59 @@ class Instance(Member):
     def __init__(self, birth: Birth, *, token_budget: int, max_running: int) -> None:
         super().__init__(birth)
         plan = self.plan
+        block_tokens = plan.layout.virtual_block_tokens
         self._limits = Limits(
             num_blocks=plan.num_blocks,
-            block_tokens=plan.block_tokens,
+            block_tokens=block_tokens,
             max_model_len=plan.max_model_len,
             token_budget=token_budget,
             max_running=max_running,
-            specs=specs_of(plan.identity, plan.block_tokens),
+            specs=specs_of(plan.identity, block_tokens),
         )
-        self._model = StateModel(self.worker.memory, self.network.world.fail)
+        violated = self.network.world.fail
+        self._ranks = [SimRank(plan, part, violated) for part in self.parts]
         self.engine: Engine | None = None
+
+    @property
+    def cells(self) -> list[Cells]:
+        """What lies where, by rank."""
+        return [rank.model.cells for rank in self._ranks]
+
+    @property
+    def model(self) -> StateModel:
+        """That of rank 0."""
+        return self._ranks[0].model
 
     def join(self) -> None:
         """Register, and start the engine."""
         registered = self.register()
-        self.engine = Engine(
+        own, *others = self._ranks
+        ports = [
+            SimPort(self.network, part.process, rank)
+            for part, rank in zip(self.parts[1:], others, strict=True)
+        ]
+        ranks = SimRanks(own, ports)
+        engine = self.engine = Engine(
             info=self.info,
             registered=registered,
             limits=self._limits,
             scheme=self.plan.scheme,
             eos_token_ids=frozenset(),
             coordinator=self,
-            mover=self.worker,
-            forward=self._model.forward,
+            mover=ranks,
+            forward=ranks.forward,
         )
-        self.engine.start()
+        engine.start()
+        for number, port in enumerate(ports, start=1):
+            self.network.world.spawn(
+                partial(watch_rank, engine, number, port, RANK_TIMEOUT_S), self.process
+            )
 
     def watch(self) -> None:
         """Return once the engine's loop has failed.
 
-        That another life is registered ends a loop; anything else is told to the world.
+        That another life is registered ends a loop, or that this one was drained, or that a rank is
+        gone or silent; anything else is told to the world.
         """
         assert self.engine is not None
         while True:
@@ -58,6 +85,8 @@ class Instance(Member):
             try:
                 self.engine.require_alive()
             except InstanceDiedError as error:
-                if "StaleError" not in error.message:
+                has_lost_rank = len(self.parts) > 1 and "rank" in error.message
+                had_to_go = any(name in error.message for name in ("StaleError", "DrainedError"))
+                if not (has_lost_rank or had_to_go):
                     self.network.world.fail(error)
                 return

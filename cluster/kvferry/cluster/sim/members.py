@@ -1,9 +1,9 @@
-"""What engine instances and stores have in common: a process, a worker, and a registration."""
+"""What engine instances and stores have in common: processes, workers, and a registration."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from kvferry.cluster.sim.content import Values
 from kvferry.cluster.sim.coordinators import Coordinators
 from kvferry.cluster.sim.fetching import FetchClient, Served
 from kvferry.cluster.sim.network import Network
@@ -30,22 +30,23 @@ from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_wire import FetchAsk
 
 NUM_LAYERS = 2
+NUM_HEADS = 2
 HEAD_SIZE = 2
 CALL_TIMEOUT_S = 5.0
 RETRY_S = 0.5
 
 
-def identity_of(model: str, weight_version: str = "1") -> Identity:
-    """Return the identity of a simulated model under some weights."""
+def identity_of(model: str, weights: int) -> Identity:
+    """Return the identity of a simulated model under weights of some number."""
     return Identity(
         model=model,
-        weight_version=weight_version,
+        weight_version=str(weights),
         weight_dtype="float32",
         kv_dtype="float32",
         kv_scales="",
         rope="",
         num_layers=NUM_LAYERS,
-        num_kv_heads=1,
+        num_kv_heads=NUM_HEADS,
         head_size=HEAD_SIZE,
         groups=(GroupSpec(kind="full", layers=tuple(range(NUM_LAYERS))),),
     )
@@ -59,7 +60,7 @@ class MemberPlan:
     role: Role
     identity: Identity
     scheme: HashScheme
-    block_tokens: int
+    layout: Layout
     num_blocks: int
     max_model_len: int
 
@@ -84,44 +85,57 @@ class Birth:
     network: Network
     plan: MemberPlan
     incarnation: Incarnation
-    process: Process
+    process_of_rank: Callable[[int], Process]
     fetcher: FetchClient
     coordinators: Coordinators
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One rank of a life: its process, its worker, and where peers reach it."""
+
+    rank: int
+    process: Process
+    worker: SimWorker
+    address: str
+
+    @property
+    def served(self) -> Served:
+        """As others find it."""
+        return Served(self.process, self.worker)
+
+
 class Member:
-    """One life of a member: a process with a worker."""
+    """One life of a member: a process with a worker for each rank.
+
+    They end with that of rank 0, which is `process`, as `worker` is its worker.
+    """
 
     def __init__(self, birth: Birth) -> None:
         plan, incarnation = birth.plan, birth.incarnation
         self.plan = plan
         self.incarnation = incarnation
-        self.process = birth.process
-        self.address = f"{plan.instance_id}:{incarnation}"
         self.network = birth.network
         self._birth = birth
-        memory = KvMemory(
-            open_device("cpu"),
-            plan.identity,
-            num_blocks=plan.num_blocks,
-            layout=Layout(block_tokens=plan.block_tokens),
-        )
-        self.worker = SimWorker(incarnation=incarnation, memory=memory, fetcher=birth.fetcher)
-        self.served = Served(birth.process, self.worker)
+        self.parts = [_part(birth, rank) for rank in range(plan.layout.num_ranks)]
+        self.process = self.parts[0].process
+        self.worker = self.parts[0].worker
+        self.name = f"{plan.instance_id}:{incarnation}"
         self.info = InstanceInfo(
             instance_id=plan.instance_id,
             role=plan.role,
             incarnation=incarnation,
             identity=plan.identity,
             scheme=plan.scheme,
-            layout=memory.layout,
+            layout=plan.layout,
             num_blocks=plan.num_blocks,
-            rank_addresses=(self.address,),
+            rank_addresses=tuple(part.address for part in self.parts),
             max_model_len=plan.max_model_len,
-            rank_pids=(1,),
+            rank_pids=tuple(range(1, 1 + len(self.parts))),
             version="simulated",
         )
-        self.layers: list[Values] = [layer.numpy() for layer in memory.layers]
+        for part in self.parts[1:]:
+            self.process.at_end.append(partial(self.network.world.kill, part.process))
 
     def join(self) -> None:
         """Register and begin; in a task of the process."""
@@ -144,7 +158,7 @@ class Member:
         Raises:
             KvferryError: what cannot be repeated.
         """
-        command = RegisterInstance(call_id=f"register/{self.address}", info=self.info)
+        command = RegisterInstance(call_id=f"register/{self.name}", info=self.info)
         while True:
             try:
                 return expect(self.call(command), Registered)
@@ -152,3 +166,17 @@ class Member:
                 if not error.retryable:
                     raise
                 self.network.world.sleep(RETRY_S)
+
+
+def _part(birth: Birth, rank: int) -> Part:
+    plan = birth.plan
+    memory = KvMemory(
+        open_device("cpu"),
+        plan.identity,
+        num_blocks=plan.num_blocks,
+        layout=plan.layout,
+        rank=rank,
+    )
+    worker = SimWorker(incarnation=birth.incarnation, memory=memory, fetcher=birth.fetcher)
+    process = birth.process_of_rank(rank)
+    return Part(rank=rank, process=process, worker=worker, address=process.name)

@@ -37,7 +37,12 @@ class Network:
     cut: set[tuple[str, str]] = field(default_factory=set)
 
     def call(
-        self, to: Process, work: Callable[[], _T], *, timeout_s: float, reliable: bool = False
+        self,
+        to: Process,
+        work: Callable[[], _T],
+        *,
+        timeout_s: float | None,
+        reliable: bool = False,
     ) -> _T:
         """Do some work in another process, and return or raise what came back of it.
 
@@ -71,7 +76,7 @@ class Network:
             self.world.sleep(self.delay_s())
             raise UnavailableError(f"the connection to {to.name} broke")
         if not answer.given.wait(timeout_s):
-            raise DeadlineError(f"{to.name} did not answer", allowed=f"{timeout_s:g} s")
+            raise DeadlineError(f"{to.name} did not answer", allowed=f"{timeout_s} s")
         if answer.error is not None:
             raise answer.error
         value: _T = answer.value

@@ -27,6 +27,13 @@ class Report:
     num_failed: int = 0
     num_crashes: int = 0
     num_restarts: int = 0
+    num_renewals: int = 0
+    num_sharded_lives: int = 0
+    num_suspects: int = 0
+    num_deaths: int = 0
+    num_drains: int = 0
+    num_drained_blocks: int = 0
+    num_warmed_blocks: int = 0
     num_saves: int = 0
     num_resets: int = 0
     num_loaded_blocks: int = 0
@@ -43,6 +50,13 @@ class Report:
         self.num_failed += len(result["failures"])
         self.num_crashes += result["num_crashes"]
         self.num_restarts += result["num_restarts"]
+        self.num_renewals += result["num_renewals"]
+        self.num_sharded_lives += result["num_sharded_lives"]
+        self.num_suspects += result["num_suspects"]
+        self.num_deaths += result["num_deaths"]
+        self.num_drains += result["num_drains"]
+        self.num_drained_blocks += result["num_drained_blocks"]
+        self.num_warmed_blocks += result["num_warmed_blocks"]
         self.num_saves += result["num_saves"]
         self.num_resets += result["num_resets"]
         self.num_loaded_blocks += result["num_loaded_blocks"]

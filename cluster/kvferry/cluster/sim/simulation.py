@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry.cluster.serving.legs import EngineLink
 from kvferry.cluster.serving.router import Router, RouterSettings
@@ -14,9 +15,14 @@ from kvferry.cluster.sim.content import KnownContent
 from kvferry.cluster.sim.coordinators import Coordinators
 from kvferry.cluster.sim.faults import Faults, Profile
 from kvferry.cluster.sim.instances import Instance
-from kvferry.cluster.sim.members import identity_of
+from kvferry.cluster.sim.members import MemberPlan, identity_of
 from kvferry.cluster.sim.network import Network
-from kvferry.cluster.sim.population import LARGEST_BLOCK_HASHES, MAX_MODEL_LEN, Population
+from kvferry.cluster.sim.population import (
+    FIRST_WEIGHTS,
+    LARGEST_BLOCK_HASHES,
+    MAX_MODEL_LEN,
+    Population,
+)
 from kvferry.cluster.sim.routing import (
     AsyncCalls,
     AsyncCoordinator,
@@ -34,8 +40,12 @@ LEASE_CAP_S = 30.0
 STEP_LEASE_S = 15.0
 REQUEST_TIMEOUT_S = 60.0
 HANDOFF_TTL_S = 10.0
+WARM_SHARES = (0.0, 0.5)
 QUIET_S = 400.0
 """So long everything may take to come to its end once nothing goes wrong any more."""
+
+LOOK_S = 1.0
+"""So often is asked then whether anything is still held."""
 
 PAUSE_S = 0.15
 
@@ -57,6 +67,13 @@ class Result:
     num_loaded_blocks: int
     num_crashes: int
     num_restarts: int
+    num_renewals: int
+    num_sharded_lives: int
+    num_suspects: int
+    num_deaths: int
+    num_drains: int
+    num_drained_blocks: int
+    num_warmed_blocks: int
     violation: str | None
 
 
@@ -82,6 +99,7 @@ class Simulation:
             clock_skew=profile.clock_skew,
             lease_cap_s=LEASE_CAP_S,
             step_lease_s=STEP_LEASE_S,
+            warm_share=self.world.random.choice(WARM_SHARES),
         )
         self.population = Population(
             self.network,
@@ -99,13 +117,18 @@ class Simulation:
             pause_s=PAUSE_S,
         )
         self._loop: VirtualLoop | None = None
-        self._router: Router | None = None
+        # By the weights of their model; new requests go to the last one that can decode.
+        self._routers: dict[str, Router] = {}
+        self._weights = str(FIRST_WEIGHTS)
+        self._overlap = self.world.random.random() < 0.7
         self._faults = Faults(
             self.network,
             profile,
             processes=self._processes,
             coordinator=self.coordinators,
             victims=self.population.victims,
+            renew=self.population.renew,
+            drain=self.population.drain,
         )
         self._is_done = False
 
@@ -134,20 +157,34 @@ class Simulation:
                 given=sorted(self.workload.outcomes.in_flight),
                 allowed=f"{QUIET_S:g} s",
             )
-        rest_s = world.now_s + LEASE_CAP_S + 1.0
-        world.run(until=lambda: world.now_s > rest_s)
-        service = self.coordinators.service()
-        assert service is not None
-        check_rest(service, self.population.lives)
+        self._come_to_rest(world.now_s + LEASE_CAP_S + 1.0)
+
+    def _come_to_rest(self, end_s: float) -> None:
+        """Wait until nothing is held.
+
+        Raises:
+            InvariantError: what is, at the end.
+        """
+        world = self.world
+        while True:
+            world.run(until=partial(world.is_later_than, world.now_s + LOOK_S))
+            try:
+                check_rest(self.coordinators.service(), self.population.lives)
+            except InvariantError:
+                if world.now_s > end_s:
+                    raise
+            else:
+                return
 
     # --- processes ---------------------------------------------------------------------------
 
     def _processes(self) -> list[Process]:
         lives = [*self.population.lives.values(), *self.population.clients]
-        return [self.coordinators.process, *(life.process for life in lives)]
+        parts = [part.process for life in lives for part in life.parts]
+        return [self.coordinators.process, *parts]
 
     def _tell_router(self, instance: Instance) -> None:
-        while self._router is None or self._loop is None:
+        while self._loop is None or not self._routers:
             self.world.sleep(0.01)
         if not self.population.is_current(instance) or self._loop.is_closed():
             return
@@ -157,7 +194,15 @@ class Simulation:
             role=instance.plan.role,
             incarnation=instance.incarnation,
         )
-        self._loop.call_soon_threadsafe(self._router.join, instance.plan.instance_id, link)
+        self._loop.call_soon_threadsafe(self._join, calls, instance.plan, link)
+
+    def _join(self, calls: AsyncCalls, plan: MemberPlan, link: EngineLink) -> None:
+        weights = plan.identity.weight_version
+        if weights not in self._routers:
+            self._routers[weights] = self._new_router(calls, weights)
+        self._routers[weights].join(plan.instance_id, link)
+        if plan.role == "decode":
+            self._weights = max(self._weights, weights, key=int)
 
     def _route(self) -> None:
         self._loop = VirtualLoop(self.world)
@@ -166,30 +211,34 @@ class Simulation:
 
     async def _serve(self, loop: VirtualLoop) -> None:
         calls = AsyncCalls(self.network, loop, self._router_process)
-        self._router = Router(
+        self._routers[self._weights] = first = self._new_router(calls, self._weights)
+        await first.start()
+        await asyncio.sleep(1.0)
+        await self.workload.run(lambda: (self._routers[self._weights], self._weights))
+        for router in self._routers.values():
+            await router.close()
+
+    def _new_router(self, calls: AsyncCalls, weights: str) -> Router:
+        return Router(
             coordinator=AsyncCoordinator(calls, self.coordinators),
             engines={},
-            identity_digest=identity_of("inside").digest(),
+            identity_digest=identity_of("inside", int(weights)).digest(),
             scheme=self._scheme,
             settings=RouterSettings(
                 request_timeout_s=REQUEST_TIMEOUT_S,
                 handoff_ttl_s=HANDOFF_TTL_S,
                 min_prefill_hashes=1,
-                overlap=self.world.random.random() < 0.7,
+                overlap=self._overlap,
             ),
         )
-        await self._router.start()
-        await asyncio.sleep(1.0)
-        await self.workload.run(self._router)
-        await self._router.close()
 
     def _check(self, task: Task) -> None:
         service = self.coordinators.service()
         if service is None:
             return
-        lives = [one for one in self.population.lives.values() if one.process is task.process]
-        for life in lives:
-            check_residency(service, life, self._known, self.world.random)
+        for life in self.population.lives.values():
+            if any(part.process is task.process for part in life.parts):
+                check_residency(service, life, self._known, self.world.random)
 
 
 @contextmanager
@@ -214,7 +263,7 @@ def simulate(seed: int, num_steps: int, profile_name: str, profile: Profile) -> 
             violation = f"{type(error).__name__}: {error}"
     # A run that was cut short leaves its loop running, as far as asyncio knows.
     asyncio._set_running_loop(None)  # noqa: SLF001
-    outcomes, saves = simulation.workload.outcomes, simulation.population.saves
+    outcomes, population = simulation.workload.outcomes, simulation.population
     return Result(
         seed=seed,
         profile=profile_name,
@@ -224,10 +273,17 @@ def simulate(seed: int, num_steps: int, profile_name: str, profile: Profile) -> 
         num_given_up=outcomes.num_given_up,
         failures=outcomes.failures,
         remote_hit_tokens=outcomes.remote_hit_tokens,
-        num_saves=len(saves.ended_s),
-        num_resets=saves.num_resets,
-        num_loaded_blocks=saves.num_loaded_blocks,
-        num_crashes=simulation.population.num_crashes,
+        num_saves=sum(len(saves.ended_s) for saves in population.saves),
+        num_resets=sum(saves.num_resets for saves in population.saves),
+        num_loaded_blocks=sum(saves.num_loaded_blocks for saves in population.saves),
+        num_crashes=population.num_crashes,
         num_restarts=simulation.coordinators.num_restarts,
+        num_renewals=population.num_renewals,
+        num_sharded_lives=population.num_sharded_lives,
+        num_suspects=simulation.coordinators.count("suspects"),
+        num_deaths=simulation.coordinators.count("deaths"),
+        num_drains=simulation.coordinators.count("drains"),
+        num_drained_blocks=simulation.coordinators.count("drained_blocks"),
+        num_warmed_blocks=simulation.coordinators.count("warmed_blocks"),
         violation=violation,
     )

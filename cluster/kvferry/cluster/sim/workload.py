@@ -1,6 +1,7 @@
 """Requests that share prefixes, some given up half-way, and what must come of each."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -13,7 +14,10 @@ from kvferry.proto.extra_keys import RequestKeys
 from kvferry.proto.ids import RequestId
 from kvferry.worker.model.sampling import SamplingParams
 
-GIVEN_UP = 0.15
+GIVEN_UP = 0.2
+PATIENCE_S = 0.05
+"""So long those wait who give up, about: some while their blocks are on the way."""
+
 SALTED = 0.2
 
 
@@ -61,10 +65,14 @@ class Workload:
         ]
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self, router: Router) -> None:
-        """Send requests, and return when all have ended after `is_over` was set."""
+    async def run(self, present: Callable[[], tuple[Router, str]]) -> None:
+        """Send requests, and return when all have ended after `is_over` was set.
+
+        Args:
+            present: returns the router that takes them now, and the weights of its model.
+        """
         while not self.is_over:
-            task = asyncio.create_task(self._one(router, self._next()))
+            task = asyncio.create_task(self._one(*present(), self._next()))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             await asyncio.sleep(self._random.expovariate(1.0 / self._pause_s))
@@ -87,13 +95,13 @@ class Workload:
             keys=keys,
         )
 
-    async def _one(self, router: Router, request: EngineRequest) -> None:
+    async def _one(self, router: Router, weights: str, request: EngineRequest) -> None:
         outcomes, max_tokens = self.outcomes, request.sampling.max_tokens
-        answer = answer_of(request.prompt_token_ids, request.keys, max_tokens)
-        self._known.learn([*request.prompt_token_ids, *answer], request.keys)
+        answer = answer_of(request.prompt_token_ids, request.keys, weights, max_tokens)
+        self._known.learn([*request.prompt_token_ids, *answer], request.keys, weights)
         outcomes.in_flight.add(request.request_id)
         gives_up_s = (
-            self._random.random() * 2 * self._pause_s if self._random.random() < GIVEN_UP else None
+            self._random.expovariate(1.0 / PATIENCE_S) if self._random.random() < GIVEN_UP else None
         )
         try:
             async with asyncio.timeout(gives_up_s):

@@ -97,6 +97,10 @@ class World:
             raise InvariantError("something blocks outside of all tasks")
         return self._current
 
+    def is_later_than(self, time_s: float) -> bool:
+        """Tell whether some moment is over."""
+        return self.now_s > time_s
+
     # --- seen from anywhere ------------------------------------------------------------------
 
     def wake(self, task: Task) -> None:
