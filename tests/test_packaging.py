@@ -47,6 +47,8 @@ SHELLS = {
         "kvferry.cluster.bench.move_rows",
         "kvferry.cluster.bench.reshard",
         "kvferry.cluster.bench.transfer*",
+        "kvferry.cluster.chaos.run",
+        "kvferry.cluster.chaos.service",
         "kvferry.cluster.client*",
         "kvferry.cluster.connectors.engine_store",
         "kvferry.cluster.connectors.loader",

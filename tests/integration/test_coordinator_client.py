@@ -1,18 +1,22 @@
 """Engines' commands over the real front: executed once, refused clearly, typed errors back."""
 
+import socket
 from collections.abc import Iterator
-from contextlib import closing
-from typing import cast
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import Any, cast
 
 import grpc
 import pytest
 from tests.builders import make_identity, make_info
 
+from kvferry.cluster import grpc_control
 from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.coordinator.actor import CoordinatorActor
 from kvferry.coordinator.control_server import ControlServer
 from kvferry.coordinator.registry import ProcessRegistry
 from kvferry.proto.errors import BadInputError, NotRegisteredError, UnavailableError
+from kvferry.proto.grpc_channel import open_channel
 from kvferry.proto.hashing import make_scheme
 from kvferry.proto.ids import BlockId, Epoch, Incarnation, InstanceId, RequestId
 from kvferry.proto.messages import Command, Describe, Registered, RegisterInstance
@@ -24,12 +28,24 @@ from kvferry.proto.v1 import control_pb2_grpc
 SCHEME = make_scheme(hash_block_tokens=16)
 
 
+@contextmanager
+def serving(port: int) -> Iterator[CoordinatorActor]:
+    actor = CoordinatorActor(scheme=SCHEME, registry=ProcessRegistry(), check_invariants=True)
+    actor.start(lambda call: ControlServer(call, bind="127.0.0.1", port=port, insecure=False))
+    yield actor
+    actor.stop()
+
+
 @pytest.fixture
 def address() -> Iterator[str]:
-    actor = CoordinatorActor(scheme=SCHEME, registry=ProcessRegistry(), check_invariants=True)
-    actor.start(lambda call: ControlServer(call, bind="127.0.0.1", port=0, insecure=False))
-    yield str(actor.front_address())
-    actor.stop()
+    with serving(0) as actor:
+        yield str(actor.front_address())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+    return port
 
 
 def step(call_id: str, **parts: object) -> Step:
@@ -102,3 +118,40 @@ def test_nobody_at_the_address_is_an_error_that_may_be_tried_again(address: str)
     with pytest.raises(UnavailableError) as refused:
         CoordinatorClient("127.0.0.1:1").call(nobody, timeout_s=5)
     assert refused.value.retryable
+
+
+def test_a_connection_that_failed_is_closed_and_calls_share_the_one_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An open one would find the front again by itself, and stay."""
+    opened: list[Any] = []
+    closed: list[Any] = []
+
+    def open_and_note(*arguments: Any) -> Any:
+        channel: Any = open_channel(*arguments)
+        close = channel.close
+
+        def note_and_close() -> None:
+            closed.append(channel)
+            close()
+
+        channel.close = note_and_close
+        opened.append(channel)
+        return channel
+
+    monkeypatch.setattr(grpc_control, "open_channel", open_and_note)
+    port = free_port()
+    client = CoordinatorClient(f"127.0.0.1:{port}")
+
+    def fail(_: int) -> None:
+        with pytest.raises(UnavailableError):
+            client.call(step("1"), timeout_s=2)
+
+    with closing(client), ThreadPoolExecutor(4) as threads:
+        list(threads.map(fail, range(20)))
+        assert set(closed) == set(opened)
+        assert 1 < len(opened) <= 20
+        with serving(port):
+            list(threads.map(lambda _: register(client), range(8)))
+        assert [one for one in opened if one not in closed] == opened[-1:]
+    assert len(closed) == len(opened)

@@ -16,7 +16,16 @@ from typing import Any
 
 import typer
 
-from kvferry.cluster import cli_bench, cli_demo, cli_drain, cli_plan, cli_sim, cli_status, cli_up
+from kvferry.cluster import (
+    cli_bench,
+    cli_chaos,
+    cli_demo,
+    cli_drain,
+    cli_plan,
+    cli_sim,
+    cli_status,
+    cli_up,
+)
 from kvferry.proto.errors import BadInputError, KvferryError
 
 EXIT_INTERRUPTED = 130
@@ -35,6 +44,7 @@ app.command("status", epilog=cli_status.EXAMPLES)(cli_status.status)
 app.command("drain", epilog=cli_drain.EXAMPLES)(cli_drain.drain)
 app.command("plan", epilog=cli_plan.EXAMPLES)(cli_plan.plan)
 app.command("sim", epilog=cli_sim.EXAMPLES)(cli_sim.sim)
+app.command("chaos", epilog=cli_chaos.EXAMPLES)(cli_chaos.chaos)
 app.add_typer(cli_bench.app, name="bench")
 
 

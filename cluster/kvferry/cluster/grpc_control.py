@@ -1,7 +1,9 @@
 """A connection to the control front that mends itself; for engines' and clients' calls alike."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import grpc
 
@@ -11,6 +13,24 @@ from kvferry.proto.errors import CredentialsError, DeadlineError, UnavailableErr
 from kvferry.proto.grpc_channel import open_channel
 from kvferry.proto.v1 import control_pb2_grpc
 from kvferry.worker.grpc_errors import error_of_call
+
+
+@dataclass(eq=False)
+class _Opened:
+    """A channel, and how many calls use it; one that is retired is closed after the last of them.
+
+    Nobody else would close it for a long time: errors keep it alive, and it reconnects by itself.
+    """
+
+    address: str
+    channel: grpc.Channel
+    stub: control_pb2_grpc.ControlStub
+    num_calls: int = 0
+    is_retired: bool = False
+
+    def close_if_unused(self) -> None:
+        if self.is_retired and not self.num_calls:
+            self.channel.close()
 
 
 class ControlConnection:
@@ -24,7 +44,8 @@ class ControlConnection:
     def __init__(self, place: MovingAddress, credentials: Credentials | None) -> None:
         self._place = place
         self._credentials = credentials
-        self._opened: tuple[str, grpc.Channel, control_pb2_grpc.ControlStub] | None = None
+        self._lock = threading.Lock()
+        self._opened: _Opened | None = None
 
     @contextmanager
     def stub(self) -> Iterator[control_pb2_grpc.ControlStub]:
@@ -36,23 +57,50 @@ class ControlConnection:
             ConfigError: a file of the credentials cannot be used.
             KvferryError: whatever the coordinator refused the call with.
         """
-        opened, address = self._opened, str(self._place)
-        if opened is None or opened[0] != address:
-            channel = open_channel(address, self._credentials)
-            opened = self._opened = address, channel, control_pb2_grpc.ControlStub(channel)
+        opened = self._enter()
         try:
-            yield opened[2]
+            yield opened.stub
         except grpc.RpcError as failed:
-            error = error_of_call(failed, address, self._credentials)
+            error = error_of_call(failed, opened.address, self._credentials)
             # The next call reads the files of the credentials anew; others under way go on.
-            if isinstance(error, UnavailableError | CredentialsError) and self._opened is opened:
-                self._opened = None
+            if isinstance(error, UnavailableError | CredentialsError):
+                self._retire(opened)
             if isinstance(error, UnavailableError | DeadlineError):
                 self._place.look_again()
             raise error from None
+        finally:
+            self._leave(opened)
 
     def close(self) -> None:
         """Close the channel. Calls under way end with UnavailableError."""
-        opened, self._opened = self._opened, None
+        with self._lock:
+            opened, self._opened = self._opened, None
         if opened is not None:
-            opened[1].close()
+            opened.channel.close()
+
+    def _enter(self) -> _Opened:
+        """Return the channel to where the front is now; threads that need a new one open one."""
+        address = str(self._place)
+        with self._lock:
+            if self._opened is not None and self._opened.address != address:
+                self._drop(self._opened)
+            if self._opened is None:
+                channel = open_channel(address, self._credentials)
+                self._opened = _Opened(address, channel, control_pb2_grpc.ControlStub(channel))
+            self._opened.num_calls += 1
+            return self._opened
+
+    def _leave(self, opened: _Opened) -> None:
+        with self._lock:
+            opened.num_calls -= 1
+            opened.close_if_unused()
+
+    def _retire(self, opened: _Opened) -> None:
+        with self._lock:
+            if self._opened is opened:
+                self._drop(opened)
+
+    def _drop(self, opened: _Opened) -> None:
+        self._opened = None
+        opened.is_retired = True
+        opened.close_if_unused()

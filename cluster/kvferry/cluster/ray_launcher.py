@@ -146,7 +146,7 @@ class RayService:
             f"starting {len(roles)} instances of {self.config.num_ranks} ranks: "
             "loading the model in each"
         )
-        coordinator = self._coordinator_client()
+        coordinator = self._coordinator_client(self.control_address)
         starting = {place.begin(coordinator): i for i, place in self._places.items()}
         self._all_started(starting, deadline)
 
@@ -156,14 +156,14 @@ class RayService:
         Raises:
             KvferryError: as `RayInstance.start_again`.
         """
-        info = self._places[instance_id].start_again(self._coordinator_client(), given_up)
+        # The coordinator may have come back elsewhere than where the service began.
+        coordinator = self._coordinator_client(find_front(self._service_id)())
+        info = self._places[instance_id].start_again(coordinator, given_up)
         self._launched[instance_id] = launched = self._launch(info)
         return launched.link
 
-    def _coordinator_client(self) -> CoordinatorClient:
-        return CoordinatorClient(
-            self.control_address, self.config.credentials, find_front(self._service_id)
-        )
+    def _coordinator_client(self, address: str) -> CoordinatorClient:
+        return CoordinatorClient(address, self.config.credentials, find_front(self._service_id))
 
     def _start_coordinator(self) -> None:
         config = self.config

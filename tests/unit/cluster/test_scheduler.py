@@ -1,7 +1,7 @@
 """The engine's queues against the real coordinator service, without model or threads."""
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from tests.builders import make_identity, make_info
@@ -365,3 +365,6 @@ def test_a_request_that_moves_with_its_last_token_ends_without_another(
     rig.run_until_idle("d")
     assert [o.token_ids for o in rig.outputs] == [()]
     assert rig.finished("r").reason == reason
+    accounting = rig.finished("r").accounting
+    assert accounting.adds_up
+    assert not replace(accounting, computed_tokens=5).adds_up

@@ -39,13 +39,8 @@ class DemoResult:
     @property
     def ok(self) -> bool:
         """All outputs equal, and every prompt token accounted for."""
-        return self.num_equal == len(self.served) and all(map(_adds_up, self.served))
-
-
-def _adds_up(served: Served) -> bool:
-    parts = served.accounting
-    total = parts.local_hit_tokens + parts.remote_hit_tokens + parts.computed_tokens
-    return total == parts.prompt_tokens
+        adds_up = all(served.accounting.adds_up for served in self.served)
+        return self.num_equal == len(self.served) and adds_up
 
 
 def to_json(result: DemoResult) -> dict[str, Any]:
