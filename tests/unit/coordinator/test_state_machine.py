@@ -40,6 +40,7 @@ behaviours = st.builds(
     arrived=st.lists(st.sampled_from([9, 1, 0]), max_size=2).map(tuple),
     error_type=st.sampled_from(["UnavailableError", "NotFoundError"]),
 )
+LEASE_CAP_S = 20.0
 
 
 class ServiceMachine(RuleBasedStateMachine):
@@ -52,14 +53,14 @@ class ServiceMachine(RuleBasedStateMachine):
         self.fleet = Fleet(
             identity=self.identity,
             step_lease_s=5.0,
-            lease_cap_s=20.0,
+            lease_cap_s=LEASE_CAP_S,
             sample_block_every=2,
             tells_pool_events=True,
         )
         self.told = Told()
         self.engines: dict[str, EngineModel] = {}
         self.lives: Counter[str] = Counter()
-        self.reservations: list[tuple[str, LeaseId, int]] = []
+        self.reservations: list[tuple[str, LeaseId, int, float]] = []
         self.lease_ids: list[LeaseId] = []
         self.num_requests = 0
 
@@ -143,7 +144,9 @@ class ServiceMachine(RuleBasedStateMachine):
             # A pool that is too full refuses and, as the checks show, changes nothing.
             with contextlib.suppress(BusyError):
                 reserved = self.fleet.reserve(name, text, number % len(self.identity.groups))
-                self.reservations.append((name, reserved.reservation_id, len(text)))
+                deadline_s = self.fleet.now + LEASE_CAP_S
+                kept = name, reserved.reservation_id, len(text), deadline_s
+                self.reservations.append(kept)
         if end and self.reservations:
             self._end_reservation(written)
 
@@ -283,8 +286,10 @@ class ServiceMachine(RuleBasedStateMachine):
             self.engines[name].waiting.append(ask)
 
     def _end_reservation(self, written: int) -> None:
-        name, reservation_id, size = self.reservations.pop(0)
-        self.fleet.end_reservation(name, reservation_id, min(written, size))
+        name, reservation_id, size, deadline_s = self.reservations.pop(0)
+        has_expired = deadline_s <= self.fleet.now
+        with pytest.raises(NotFoundError) if has_expired else contextlib.nullcontext():
+            self.fleet.end_reservation(name, reservation_id, min(written, size))
 
     def _fits(self, text: str) -> bool:
         return self.fleet.num_free(STORE) >= len(text)
