@@ -38,6 +38,7 @@ SHELLS = {
         "kvferry.worker.served",
         "kvferry.worker.service",
         "kvferry.worker.shared_blocks",
+        "kvferry.worker.store_moves",
         "kvferry.worker.transfer_client",
         "kvferry.worker.transfer_server",
     ),
