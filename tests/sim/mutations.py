@@ -155,6 +155,14 @@ MUTATIONS: dict[str, Mutation] = {
             after="            if instance_id in without:\n",
         ),
     ),
+    "a request that moves on begins anew": (
+        Edit(
+            path=f"{SERVING}/router.py",
+            before="            output_token_ids=tuple(journey.tokens),\n"
+            "            follows_prefill=",
+            after="            follows_prefill=",
+        ),
+    ),
     "a short load counts as whole": (
         Edit(
             path=f"{SERVING}/load_orders.py",
@@ -191,6 +199,21 @@ def seed_that_notices(mutation: Mutation) -> tuple[int, str] | None:
     return None
 
 
+def mutated_sources(mutation: Mutation) -> dict[str, str]:
+    """Return what is in the files that a mutation changes, with it.
+
+    Raises:
+        ValueError: what it changes is not in a file, or more than once.
+    """
+    sources: dict[str, str] = {}
+    for edit in mutation:
+        source = sources.get(edit.path) or (ROOT / edit.path).read_text()
+        if source.count(edit.before) != 1:
+            raise ValueError(f"{edit.path} does not hold once: {edit.before!r}")
+        sources[edit.path] = source.replace(edit.before, edit.after)
+    return sources
+
+
 @contextmanager
 def _mutated(mutation: Mutation) -> Iterator[Path]:
     """Yield a copy of the code with a mutation in it."""
@@ -198,12 +221,8 @@ def _mutated(mutation: Mutation) -> Iterator[Path]:
         tree = Path(folder)
         for name in CODE_FOLDERS:
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for edit in mutation:
-            path = tree / edit.path
-            source = path.read_text()
-            if source.count(edit.before) != 1:
-                raise ValueError(f"{edit.path} does not hold once: {edit.before!r}")
-            path.write_text(source.replace(edit.before, edit.after))
+        for path, source in mutated_sources(mutation).items():
+            (tree / path).write_text(source)
         yield tree
 
 

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from tests.sim.mutations import MUTATIONS, seed_that_notices
+from tests.sim.mutations import MUTATIONS, mutated_sources, seed_that_notices
 
 NUM_SEEDS, STEPS = 200, 2000
 NUM_LONG_SEEDS = int(os.environ.get("KVFERRY_SIM_SEEDS", "5000"))
@@ -71,6 +71,11 @@ def test_code_without_one_of_its_guards_is_noticed(
     with capsys.disabled():
         print(f"\n{name}: {noticed}")
     assert noticed is not None
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_every_guard_that_is_dropped_is_still_where_it_is_looked_for(name: str) -> None:
+    assert mutated_sources(MUTATIONS[name])
 
 
 def test_a_seed_decides_everything() -> None:

@@ -115,6 +115,7 @@ class Simulation:
             max_model_len=MAX_MODEL_LEN,
             block_tokens=LARGEST_BLOCK_HASHES * HASH_BLOCK_TOKENS,
             pause_s=PAUSE_S,
+            violated=self.world.fail,
         )
         self._loop: VirtualLoop | None = None
         # By the weights of their model; new requests go to the last one that can decode.

@@ -41,6 +41,7 @@ class Workload:
         max_model_len: prompt and answer together, in tokens.
         block_tokens: of the largest blocks; prompts share whole ones.
         pause_s: between two requests, about.
+        violated: hears of answers that are wrong, and of what else no request may end with.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Workload:
         max_model_len: int,
         block_tokens: int,
         pause_s: float,
+        violated: Callable[[Exception], None],
     ) -> None:
         self.outcomes = Outcomes()
         self.is_over = False
@@ -58,6 +60,7 @@ class Workload:
         self._known = known
         self._max_model_len = max_model_len
         self._pause_s = pause_s
+        self._violated = violated
         self._num_sent = 0
         longest = max_model_len // 2
         self._prefixes = [
@@ -74,10 +77,16 @@ class Workload:
         while not self.is_over:
             task = asyncio.create_task(self._one(*present(), self._next()))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._ended)
             await asyncio.sleep(self._random.expovariate(1.0 / self._pause_s))
         while self._tasks:
             await asyncio.sleep(self._pause_s)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        # Nobody awaits it: what it raised would be lost with it.
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._violated(error)
 
     def _next(self) -> EngineRequest:
         random = self._random
@@ -106,10 +115,10 @@ class Workload:
         try:
             async with asyncio.timeout(gives_up_s):
                 served = await router.serve(request)
+        except KvferryError as error:  # first: a `DeadlineError` is a `TimeoutError`, too
+            outcomes.failures.append(f"{request.request_id}: {type(error).__name__}: {error}")
         except TimeoutError:
             outcomes.num_given_up += 1
-        except KvferryError as error:
-            outcomes.failures.append(f"{request.request_id}: {type(error).__name__}: {error}")
         else:
             _require_right(served, answer)
             outcomes.num_right += 1
@@ -131,8 +140,7 @@ def _require_right(served: ServedRequest, answer: tuple[int, ...]) -> None:
             allowed=answer,
         )
     parts = served.accounting
-    total = parts.local_hit_tokens + parts.remote_hit_tokens + parts.computed_tokens
-    if total != parts.prompt_tokens:
+    if not parts.adds_up:
         raise InvariantError(
             f"{served.request.request_id}: prompt = local + remote + computed",
             given=str(parts),
