@@ -21,6 +21,7 @@ from kvferry.cluster.node import StoreNode
 from kvferry.cluster.node_config import NodeConfig
 from kvferry.cluster.ray_handles import get
 from kvferry.cluster.ray_launcher import RayService
+from kvferry.cluster.ray_nodes import HEALTH
 from kvferry.cluster.serving.router import Router
 from kvferry.cluster.serving.routing import Route
 from kvferry.proto.ids import InstanceId
@@ -33,13 +34,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(240)]
 ray_api: Any = ray  # parts of Ray's interface are not typed
 OUT_OF_USE_S = 3.0
 BACK_S = 60.0
-# Of a node that dies Ray hears within two seconds instead of fifteen.
-HEALTH = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 500,
-    "health_check_failure_threshold": 3,
-}
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from kvferry.cluster import ray_environment
 from kvferry.cluster.chaos.faults import KINDS, FaultKind
 from kvferry.cluster.chaos.plan import ChaosPlan
+from kvferry.cluster.cli_options import AsJson
 from kvferry.cluster.progress import stderr_progress
 from kvferry.proto.errors import BadInputError, ConfigError
 
@@ -33,7 +34,6 @@ Model = Annotated[
 Only = Annotated[
     list[str] | None, typer.Option(help=f"A kind of fault: {', '.join(KINDS)}; may be repeated.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
 def chaos(

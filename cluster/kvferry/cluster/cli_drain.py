@@ -93,7 +93,11 @@ def until_over(coordinator: CoordinatorPort, command: Drain, progress: Progress)
     command, last = replace(command, incarnation=told.incarnation), ""
     while not told.is_over:
         if time.monotonic() > end_s:
-            raise DeadlineError("a drain does not end", given=command.instance_id)
+            raise DeadlineError(
+                "a drain does not end",
+                given=command.instance_id,
+                allowed=f"{command.deadline_s + GRACE_S:g} s",
+            )
         line = (
             f"{_num_moved(told)} blocks moved, {told.num_waiting} waiting, "
             f"{told.num_requests} requests running"
