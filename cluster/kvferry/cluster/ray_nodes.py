@@ -79,8 +79,8 @@ class RayNodes:
             if _raylet(self._nodes[name]).poll() is None and one is not None
         }
 
-    def replace_ended(self) -> int:
-        """Forget nodes whose main process has ended, add as many, and return how many these were.
+    def replace_ended(self) -> None:
+        """Forget nodes whose main process has ended, and add as many.
 
         What else ran there is left alone: it has to end by itself.
         """
@@ -89,7 +89,6 @@ class RayNodes:
         for name in ended:
             self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
             self.add()
-        return len(ended)
 
     def num_alive(self) -> int:
         """Return how many nodes Ray takes for alive, without the head."""
