@@ -15,10 +15,7 @@ from kvferry.coordinator.step_outcome import left_free
 from kvferry.coordinator.warming import end_warming, warm_some
 from kvferry.proto.errors import InvariantError
 from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, InstanceId
-from kvferry.proto.step_messages import Move
-
-MAX_MOVES = 2
-"""One is on its way while the next one is being asked for."""
+from kvferry.proto.step_messages import MAX_MOVES, Move
 
 MAX_MOVE_BYTES = 64 << 20
 _FEW_WANTED = 256

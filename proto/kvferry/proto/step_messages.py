@@ -18,6 +18,9 @@ from kvferry.proto.ids import (
 )
 from kvferry.proto.layout import Layout
 
+MAX_MOVES = 2
+"""Of an instance at once: one is on its way while the next one is being asked for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContent:

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from kvferry.proto.errors import KvferryError, class_named
 from kvferry.proto.ids import BlockHash, GroupId, LeaseId
 from kvferry.proto.placement import shape_of
-from kvferry.proto.step_messages import Move
+from kvferry.proto.step_messages import MAX_MOVES, Move
 from kvferry.worker.coordinator_reserver import CoordinatorReserver
 from kvferry.worker.group_load import load_of_move
 from kvferry.worker.reservations import Reservation, reserving
 from kvferry.worker.service import WorkerService
 from kvferry.worker.taking import require_takeable
-
-MAX_PARALLEL_MOVES = 2
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ class StoreMoves:
         self._reserver = reserver
         self._on_end = on_end
         self._cancel = threading.Event()
-        self._threads = ThreadPoolExecutor(MAX_PARALLEL_MOVES, thread_name_prefix="kvferry-move")
+        self._threads = ThreadPoolExecutor(MAX_MOVES, thread_name_prefix="kvferry-move")
 
     def begin(self, moves: Iterable[Move]) -> None:
         """Carry these out in the background.

@@ -9,11 +9,9 @@ from typing import Protocol
 
 from kvferry.proto.errors import DeadlineError, InstanceDiedError, KvferryError
 from kvferry.proto.ids import LeaseId
-from kvferry.proto.step_messages import Move, MoveEnd, Source
+from kvferry.proto.step_messages import MAX_MOVES, Move, MoveEnd, Source
 from kvferry.worker.group_load import GroupLoad, load_of_move
 from kvferry.worker.pull import PullOutcome
-
-MAX_PARALLEL_MOVES = 2
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +51,7 @@ class MovePulls:
         self._fail = fail
         self._cancels: dict[LeaseId, threading.Event] = {}
         self._ended: deque[MoveEnd] = deque()
-        self._threads = ThreadPoolExecutor(MAX_PARALLEL_MOVES, thread_name_prefix="kvferry-move")
+        self._threads = ThreadPoolExecutor(MAX_MOVES, thread_name_prefix="kvferry-move")
 
     def begin(self, moves: Iterable[Move]) -> None:
         """Pull these in the background."""
