@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.integration.transfer_peer import PeerService, fill, hash_of, new_worker
+from tests.waiting import wait_until
 
 from kvferry.proto.errors import BadInputError, BusyError, KvferryError
 from kvferry.proto.grpc_status import MAX_CALL_S
@@ -94,13 +95,6 @@ def front(stall_s: float) -> Iterator[Front]:
     finally:
         server.stop()
         worker.stop()
-
-
-def wait_until(is_true: Callable[[], bool], within_s: float) -> None:
-    end = time.monotonic() + within_s
-    while not is_true():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.02)
 
 
 def error_of(call: Callable[[], object]) -> KvferryError:

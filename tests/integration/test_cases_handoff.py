@@ -14,10 +14,10 @@ from tests.integration.token_engines import (
     TokenService,
     request,
     token_service,
-    wait_until,
 )
 from tests.integration.token_model import BLOCK_TOKENS, answer, fill, new_worker, prompt
 from tests.integration.token_peer import TokenPeer
+from tests.waiting import wait_until
 
 from kvferry.cluster.serving.router import Router, Served
 from kvferry.cluster.serving.routing import Route

@@ -12,10 +12,10 @@ from tests.integration.token_engines import (
     TokenService,
     request,
     token_service,
-    wait_until,
 )
 from tests.integration.token_model import answer, prompt
 from tests.integration.token_peer import TokenPeer
+from tests.waiting import wait_until
 
 from kvferry.proto.ids import RequestId
 from kvferry.proto.step_messages import LoadResult, StepReply

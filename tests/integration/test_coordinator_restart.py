@@ -10,9 +10,9 @@ from tests.integration.token_engines import (
     TokenService,
     request,
     token_service,
-    wait_until,
 )
 from tests.integration.token_model import answer, prompt
+from tests.waiting import wait_until
 
 from kvferry.cluster.serving import engine
 from kvferry.cluster.serving.requests import EngineRequest
@@ -26,7 +26,7 @@ from kvferry.proto.messages import Command, RemoveInstance, Reply
 @pytest.fixture(autouse=True)
 def frequent_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle engines notice soon that they have to come back."""
-    monkeypatch.setattr(engine, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(engine, "IDLE_STEP_S", 0.05)
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from tests.integration.token_engines import (
     TokenService,
     request,
     token_service,
-    wait_until,
 )
 from tests.integration.token_model import answer, prompt
+from tests.waiting import wait_until
 
 from kvferry.cluster.serving import engine
 from kvferry.proto.drain_messages import Drain, Drained
@@ -22,7 +22,7 @@ from kvferry.proto.messages import expect
 @pytest.fixture(autouse=True)
 def frequent_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle engines hear soon what they are to move."""
-    monkeypatch.setattr(engine, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(engine, "IDLE_STEP_S", 0.05)
 
 
 @pytest.fixture

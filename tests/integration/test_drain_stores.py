@@ -1,13 +1,13 @@
 """A store is drained: the store of another node pulls what it held, and its node lets it go."""
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 import torch
 from tests.builders import make_identity
+from tests.waiting import wait_until
 
 from kvferry.cluster import cli, store_watch
 from kvferry.cluster.client import Ferry, connect
@@ -80,13 +80,6 @@ def layers_of(value: float) -> list[torch.Tensor]:
     return [torch.full((2, 3 * BLOCK_TOKENS, 1, 8), value) for _ in range(2)]
 
 
-def wait_until(is_true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 10.0
-    while not is_true():
-        assert time.monotonic() < end_s, "it did not come true"
-        time.sleep(0.01)
-
-
 def kvferry(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     """Run a command; return its exit code and what it printed on stdout and stderr."""
     with pytest.raises(SystemExit) as ended:
@@ -153,7 +146,7 @@ def test_what_a_drained_store_held_is_fetched_from_another_and_its_node_has_it_n
             command = Drain(instance_id=first, deadline_s=60.0)
             return expect(operator.call(command, timeout_s=5.0), Drained)
 
-        wait_until(lambda: drained().is_over)
+        wait_until(lambda: drained().is_over, 10.0)
         over = drained()
     assert [(one.instance_id, one.num_blocks) for one in over.moved] == [(second, 9)]
     assert (over.num_dropped, over.moved[0].num_bytes) == (0, 9 * BLOCK_BYTES)
@@ -161,7 +154,7 @@ def test_what_a_drained_store_held_is_fetched_from_another_and_its_node_has_it_n
         into = layers_of(9.0)
         assert ferry.model(IDENTITY).fetch(prompt, into) == 12
         assert all(bool((layer == value).all()) for layer in into)
-    wait_until(lambda: service.nodes[0]._stores == {})
+    wait_until(lambda: service.nodes[0]._stores == {}, 10.0)
     # Who attaches again gets a new, empty one.
     with closing(NodeClient(service.nodes[0].front_address())) as engine:
         assert engine.attach(IDENTITY, timeout_s=10.0).instance_id == first

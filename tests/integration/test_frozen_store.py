@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 import torch
 from tests.integration.node_service import BLOCK_TOKENS, IDENTITIES
+from tests.waiting import wait_until
 
 from kvferry.cluster.client import connect
 from kvferry.cluster.control_client import ControlClient
@@ -72,13 +72,6 @@ def node(coordinator: CoordinatorActor) -> Iterator["subprocess.Popen[str]"]:
         assert process.wait(10) == 0
 
 
-def wait_until(is_true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + LIMIT_S
-    while not is_true():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
-
-
 def test_a_store_that_freezes_is_used_no_more_and_all_it_holds_is_there_when_it_wakes(
     coordinator: CoordinatorActor, node: "subprocess.Popen[str]"
 ) -> None:
@@ -96,11 +89,11 @@ def test_a_store_that_freezes_is_used_no_more_and_all_it_holds_is_there_when_it_
         assert cache.store(TOKENS, layers_of(3.0)) == len(TOKENS)
         assert address
         os.kill(node.pid, signal.SIGSTOP)
-        wait_until(lambda: states() == ["suspect"])
+        wait_until(lambda: states() == ["suspect"], LIMIT_S)
         assert cache.lookup(TOKENS).num_tokens == 0
-        wait_until(lambda: states() == [])
+        wait_until(lambda: states() == [], LIMIT_S)
         os.kill(node.pid, signal.SIGCONT)
-        wait_until(lambda: states() == ["live"])
+        wait_until(lambda: states() == ["live"], LIMIT_S)
         into = layers_of(0.0)
         assert cache.fetch(TOKENS, into) == len(TOKENS)
         assert all(bool((layer == 3.0).all()) for layer in into)

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tests.builders import make_identity
+from tests.integration.ray_of_nodes import ray_of_nodes
 
-from kvferry.cluster import naming
 from kvferry.cluster.client import connect
 from kvferry.cluster.coordinator_process import FrontAddresses, FrontSettings
 from kvferry.cluster.node_client import NodeClient
@@ -31,26 +30,13 @@ ray_api: Any = ray  # parts of Ray's interface are not typed
 IDENTITY = make_identity(num_layers=1)
 TOKENS = list(range(8))
 DEADLINE_S = 60
-NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
     """A head and one node more."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        running: Any = Cluster(
-            initialize_head=True, head_node_args=NODE | {"include_dashboard": False}
-        )
-        try:
-            running.add_node(**NODE)
-            ray_api.init(
-                address=running.address, namespace=naming.new_namespace(), log_to_driver=False
-            )
-            yield running
-        finally:
-            ray_api.shutdown()
-            running.shutdown()
+    with ray_of_nodes(1) as running:
+        yield running
 
 
 def start_node(coordinator: str, host: str, node_id: str) -> tuple[Any, str]:

@@ -10,18 +10,16 @@ from typing import Any
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from tests.integration.ray_of_nodes import NODE, home_of, ray_of_nodes
 from tests.integration.ray_serving import describe, request, routing
 
-from kvferry.cluster import naming
 from kvferry.cluster.config import ServiceConfig
 from kvferry.cluster.control_client import ControlClient
 from kvferry.cluster.node import StoreNode
 from kvferry.cluster.node_config import NodeConfig
 from kvferry.cluster.ray_handles import get
 from kvferry.cluster.ray_launcher import RayService
-from kvferry.cluster.ray_nodes import HEALTH
 from kvferry.cluster.serving.router import Router
 from kvferry.cluster.serving.routing import Route
 from kvferry.proto.ids import InstanceId
@@ -34,26 +32,13 @@ pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(240)]
 ray_api: Any = ray  # parts of Ray's interface are not typed
 OUT_OF_USE_S = 3.0
 BACK_S = 60.0
-NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
     """A head, and three nodes with room for one rank each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        head = NODE | {"num_cpus": 0, "include_dashboard": False, "_system_config": HEALTH}
-        running: Any = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            for _ in range(3):
-                running.add_node(**NODE)
-            ray_api.init(
-                address=running.address, namespace=naming.new_namespace(), log_to_driver=False
-            )
-            yield running
-        finally:
-            ray_api.shutdown()
-            running.shutdown()
+    with ray_of_nodes(3, head_cpus=0) as running:
+        yield running
 
 
 @pytest.fixture
@@ -68,17 +53,11 @@ def service(cluster: Any, tiny_model: Path) -> Iterator[RayService]:
         yield running
 
 
-def node_of(actor: Any) -> str:
-    """The id of the Ray node that an actor runs on."""
-    ask = actor.__ray_call__.remote(lambda _: ray_api.get_runtime_context().get_node_id())
-    return str(get(ask, timeout_s=10.0, who="it"))
-
-
 def choose_victim(service: RayService, cluster: Any) -> tuple[InstanceId, Any]:
     """A decode instance whose node is not the coordinator's, too, and that node."""
-    spared = node_of(service._coordinator)
+    spared = home_of(service._coordinator)
     for instance_id in (InstanceId("decode-0"), InstanceId("decode-1")):
-        home = node_of(service._places[instance_id].rank_0)
+        home = home_of(service._places[instance_id].rank_0)
         if home != spared:
             (node,) = [one for one in cluster.worker_nodes if one.node_id == home]
             return instance_id, node

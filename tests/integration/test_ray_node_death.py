@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray.cluster_utils import Cluster
 from tests.builders import make_identity
+from tests.integration.ray_of_nodes import home_of, ray_of_nodes
 
-from kvferry.cluster import naming
 from kvferry.cluster.client import ModelCache, connect
 from kvferry.cluster.coordinator_process import FrontAddresses, FrontSettings
 from kvferry.cluster.node import StoreNode
@@ -29,33 +28,13 @@ ray_api: Any = ray  # parts of Ray's interface are not typed
 WHO = "the coordinator"
 IDENTITY = make_identity(num_layers=1)
 TOKENS = list(range(8))
-# Of a node that dies Ray hears within two seconds instead of fifteen.
-HEALTH = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 500,
-    "health_check_failure_threshold": 3,
-}
-NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
     """A head and two nodes that may have the coordinator."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        head = NODE | {"include_dashboard": False, "_system_config": HEALTH}
-        running: Any = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            for _ in range(2):
-                running.add_node(**NODE, resources={"coordinator": 1})
-            ray_api.init(
-                address=running.address, namespace=naming.new_namespace(), log_to_driver=False
-            )
-            yield running
-        finally:
-            ray_api.shutdown()
-            running.shutdown()
+    with ray_of_nodes(2, resources={"coordinator": 1}) as running:
+        yield running
 
 
 def test_the_coordinator_goes_on_at_another_node_and_a_store_tells_it_what_it_holds(
@@ -89,12 +68,6 @@ def test_the_coordinator_goes_on_at_another_node_and_a_store_tells_it_what_it_ho
     finally:
         node.stop()
         end_actors([actor], 1.0)
-
-
-def home_of(actor: Any) -> str:
-    """The id of the Ray node that an actor runs on."""
-    ask = actor.__ray_call__.remote(lambda _: ray_api.get_runtime_context().get_node_id())
-    return str(get(ask, timeout_s=10.0, who=WHO))
 
 
 def epoch_where_found(ferry: Any, cache: ModelCache) -> int | None:

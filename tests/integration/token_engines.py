@@ -17,6 +17,7 @@ from tests.integration.token_model import (
     TokenModel,
     new_worker,
 )
+from tests.waiting import wait_until
 
 from kvferry.cluster.serving.engine import Engine
 from kvferry.cluster.serving.legs import EngineLink
@@ -312,13 +313,6 @@ def member_info(
         rank_addresses=(address,),
         max_model_len=max_model_len,
     )
-
-
-def wait_until(is_true: Callable[[], bool], within_s: float = 20.0) -> None:
-    end = time.monotonic() + within_s
-    while not is_true():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.01)
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from kvferry.cluster.moving_address import FindAddress, MovingAddress
 from kvferry.cluster.naming import outside_ray
 from kvferry.cluster.node_config import NodeConfig
 from kvferry.cluster.node_server import NodeServer
-from kvferry.cluster.store_watch import BEAT_TIMEOUT_S, StoreWatch
+from kvferry.cluster.serving.pulse import BEAT_TIMEOUT_S
+from kvferry.cluster.store_watch import StoreWatch
 from kvferry.proto.bind import reachable_address
 from kvferry.proto.errors import (
     DeadlineError,

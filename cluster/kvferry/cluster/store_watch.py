@@ -10,9 +10,6 @@ from kvferry.proto.errors import KvferryError, NotRegisteredError
 WATCH_S = 1.0
 """So often each store is heard."""
 
-BEAT_TIMEOUT_S = 2.0
-"""A heartbeat that is not answered by then was lost; the next one follows."""
-
 STOP_TIMEOUT_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -22,7 +19,7 @@ class WatchedStore(Protocol):
     """A registered store."""
 
     def beat(self) -> object:
-        """Tell the coordinator that the store lives; returns within `BEAT_TIMEOUT_S`.
+        """Tell the coordinator that the store lives; returns within `pulse.BEAT_TIMEOUT_S`.
 
         Raises:
             NotRegisteredError: the store has to come back.

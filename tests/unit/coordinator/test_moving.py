@@ -25,8 +25,7 @@ from tests.unit.coordinator.returning import blocks_command, held_blocks, reques
 
 from kvferry.coordinator import drain_plan, moving
 from kvferry.proto.errors import BadInputError
-from kvferry.proto.ids import Incarnation, InstanceId
-from kvferry.proto.messages import Heard, Heartbeat
+from kvferry.proto.ids import InstanceId
 from kvferry.proto.step_messages import MoveEnd
 
 
@@ -173,11 +172,8 @@ def test_a_store_hears_of_its_moves_in_its_heartbeat() -> None:
     fleet.register("s", 20, role="store", max_model_len=0)
     fleet.cache("a", "ab")
     drain(fleet, "a")
-    beat = Heartbeat(
-        epoch=fleet.service.epoch, instance_id=InstanceId("s"), incarnation=Incarnation(1)
-    )
-    (move,) = fleet.ask(beat, Heard).moves
-    assert fleet.ask(beat, Heard).moves == ()
+    (move,) = fleet.beat("s").moves
+    assert fleet.beat("s").moves == ()
     assert fleet.end_reservation("s", move.reservation_id, 2)
     assert fleet.locate("ab")["s"] == 2
 
@@ -187,10 +183,7 @@ def test_a_reset_fences_what_is_moved_into_a_store() -> None:
     fleet.register("s", 20, role="store", max_model_len=0)
     fleet.cache("a", "ab")
     drain(fleet, "a")
-    beat = Heartbeat(
-        epoch=fleet.service.epoch, instance_id=InstanceId("s"), incarnation=Incarnation(1)
-    )
-    (move,) = fleet.ask(beat, Heard).moves
+    (move,) = fleet.beat("s").moves
     fleet.reset()
     assert not fleet.end_reservation("s", move.reservation_id, 2)
     assert fleet.locate("ab")["s"] == 0

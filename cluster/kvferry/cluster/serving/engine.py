@@ -53,7 +53,7 @@ NOTHING_FITS_PAUSE_S = 0.01
 FOLLOW_PAUSE_S = 0.01
 """So often is asked how far prefills are that requests follow, if nothing else is to be asked."""
 
-HEARTBEAT_S = 1.0
+IDLE_STEP_S = 1.0
 """So often an idle engine asks for nothing, to hear whether it has to come back."""
 
 IDLE_WAIT_S = 0.5
@@ -262,7 +262,7 @@ class Engine:
             self._scheduler.must_ask()
             or self._moves.any_ended()
             or (since_s >= FOLLOW_PAUSE_S and self._scheduler.follows_prefills())
-            or since_s >= HEARTBEAT_S
+            or since_s >= IDLE_STEP_S
         )
 
     def _next_question(self) -> Callable[[], StepReply | None]:

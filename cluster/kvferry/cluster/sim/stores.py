@@ -2,9 +2,10 @@
 
 from functools import partial
 
+from kvferry.cluster.serving.pulse import BEAT_TIMEOUT_S
 from kvferry.cluster.sim.blocking import Event
 from kvferry.cluster.sim.members import Birth, Member
-from kvferry.cluster.store_watch import BEAT_TIMEOUT_S, StoreWatch
+from kvferry.cluster.store_watch import StoreWatch
 from kvferry.proto.errors import DrainedError
 from kvferry.proto.messages import Command, Heard, Reply
 from kvferry.worker.coordinator_reserver import CoordinatorReserver
