@@ -171,15 +171,13 @@ def _begin(state: ServiceState, taker: Instance, batch: _Batch, now: float) -> M
         beneficiary=taker.info.instance_id,
     )
     block_ids = tuple(taker.manager.pool.get_new_blocks(len(found)))
-    reservation_id = state.leases.new_id()
-    deadline_s = now + state.leases.cap_s
-    taker.reservations[reservation_id] = Reservation(
+    reservation = Reservation(
         group_id=group_id,
         hashes=tuple(found),
         block_ids=block_ids,
         kept=(),
         num_resets=taker.num_resets,
-        deadline_s=deadline_s,
+        deadline_s=now + state.leases.cap_s,
         move=MoveInFlight(
             source=source.info.instance_id,
             lease_id=lease.lease_id,
@@ -187,9 +185,8 @@ def _begin(state: ServiceState, taker: Instance, batch: _Batch, now: float) -> M
             tally=tally,
         ),
     )
-    state.earliest_reservation_s = min(state.earliest_reservation_s, deadline_s)
     return Move(
-        reservation_id=reservation_id,
+        reservation_id=state.add_reservation(taker, reservation),
         group_id=group_id,
         hashes=tuple(found),
         block_ids=block_ids,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvferry.coordinator.block_sampling import Moment
 from kvferry.coordinator.handoff import Handoff, HandoffEvent
-from kvferry.coordinator.instances import Instance
+from kvferry.coordinator.instances import Instance, Reservation
 from kvferry.coordinator.leases import Lease, LeaseTable
 from kvferry.coordinator.location_index import LocationIndex
 from kvferry.coordinator.pool_events import Cleared, PoolEvent
@@ -313,6 +313,13 @@ class ServiceState:
         )
         instance.manager.pool.touch(block_ids)
         return lease
+
+    def add_reservation(self, instance: Instance, reservation: Reservation) -> LeaseId:
+        """Keep a reservation until its deadline at the latest, and return its id."""
+        reservation_id = self.leases.new_id()
+        instance.reservations[reservation_id] = reservation
+        self.earliest_reservation_s = min(self.earliest_reservation_s, reservation.deadline_s)
+        return reservation_id
 
     def end_lease(self, lease_id: LeaseId) -> bool:
         """Give a lease's blocks back, and tell whether there was one."""

@@ -65,8 +65,7 @@ def reserve(state: ServiceState, instance: Instance, command: Reserve, *, now: f
     missing.update(zip(missing, pool.get_new_blocks(len(missing)), strict=True))
     # A hash that is asked for twice gets its block once.
     block_ids = tuple(missing.pop(block_hash, None) for block_hash in command.hashes)
-    reservation_id = state.leases.new_id()
-    instance.reservations[reservation_id] = Reservation(
+    reservation = Reservation(
         group_id=command.group_id,
         hashes=command.hashes,
         block_ids=block_ids,
@@ -74,9 +73,10 @@ def reserve(state: ServiceState, instance: Instance, command: Reserve, *, now: f
         num_resets=instance.num_resets,
         deadline_s=now + state.leases.cap_s,
     )
-    state.earliest_reservation_s = min(state.earliest_reservation_s, now + state.leases.cap_s)
     return Reserved(
-        reservation_id=reservation_id, block_ids=block_ids, num_resets=instance.num_resets
+        reservation_id=state.add_reservation(instance, reservation),
+        block_ids=block_ids,
+        num_resets=instance.num_resets,
     )
 
 
