@@ -13,6 +13,7 @@ from tests.integration.test_serving import (
     wait_until_idle,
     with_router,
 )
+from tests.waiting import wait_until
 
 from kvferry.cluster.serving.router import Router, Served
 from kvferry.cluster.serving.routing import Route
@@ -46,6 +47,8 @@ def test_requests_go_on_over_a_restart_of_the_coordinator_with_the_windows_they_
     for served in with_router(hybrid_service.router(), serve):
         require_equal(hybrid_service, served)
         assert (served.accounting.computed_tokens, served.preemptions) == (150, 0)
+    # The one that served nothing hears of the restart with its next empty step.
+    wait_until(lambda: len(describe(hybrid_service).instances) == 2)
     description = wait_until_idle(hybrid_service)
     assert description.epoch == 3
     assert [instance.num_used_blocks for instance in description.instances] == [0, 0]
