@@ -25,7 +25,7 @@ from tests.pulling import pull_blocks
 from kvferry.proto.errors import MismatchError
 from kvferry.proto.ids import FIRST_GROUP, BlockId, Incarnation
 from kvferry.worker import chunks, memory_door, peer_memory, service
-from kvferry.worker.arena import Arena, map_arena
+from kvferry.worker.arena import Arena, map_arena, touch, written_extents
 from kvferry.worker.block_io import gather
 from kvferry.worker.fetch_terms import Peer
 from kvferry.worker.frames import Place
@@ -224,6 +224,19 @@ def test_what_is_handed_out_cannot_be_written_shrunk_or_grown() -> None:
     # The owner goes on writing, and readers see it.
     arena.bytes()[0] = 9
     assert mapped[0] == 9
+
+
+def test_touching_what_was_written_takes_no_memory_for_the_rest() -> None:
+    page = mmap.PAGESIZE
+    arena = Arena(1000 * page)
+    assert written_extents(arena.fd) == []
+    arena.bytes()[500 * page : 502 * page] = 7
+    arena.bytes()[999 * page] = 7
+    extents = written_extents(arena.fd)
+    assert extents == [slice(500 * page, 502 * page), slice(999 * page, 1000 * page)]
+    taken = os.fstat(arena.fd).st_blocks
+    touch(map_arena(arena.fd, 1000 * page), extents)
+    assert os.fstat(arena.fd).st_blocks == taken > 0
 
 
 @pytest.mark.parametrize("size", [mmap.PAGESIZE, 3 * mmap.PAGESIZE])

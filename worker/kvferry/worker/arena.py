@@ -11,6 +11,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import accumulate
 
 import numpy as np
@@ -80,6 +81,27 @@ def map_arena(fd: int, num_bytes: int) -> HostBytes:
     except OSError as error:
         raise MismatchError("the memory cannot be mapped", given=str(error)) from error
     return np.frombuffer(mapped, dtype=np.uint8)
+
+
+def written_extents(fd: int) -> list[slice]:
+    """Return which bytes of an arena have been written; the others have no memory yet."""
+    extents, end = [], 0
+    # The system says in this way that nothing comes any more.
+    with suppress(OSError):
+        while True:
+            begin = os.lseek(fd, end, os.SEEK_DATA)
+            end = os.lseek(fd, begin, os.SEEK_HOLE)
+            extents.append(slice(begin, end))
+    return extents
+
+
+def touch(memory: HostBytes, extents: Iterable[slice]) -> None:
+    """Read a byte of each page, so that whoever copies them does not wait for their mapping.
+
+    Those that are not written are left out: reading one would take memory for it.
+    """
+    for extent in extents:
+        memory[extent][:: mmap.PAGESIZE].max()
 
 
 def cut(memory: HostBytes, sizes: Iterable[int]) -> list[HostBytes]:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import msgpack
 
 from kvferry.proto.errors import MismatchError, TransferError
 from kvferry.proto.ids import GroupId
-from kvferry.worker.arena import cut, map_arena, page_aligned
+from kvferry.worker.arena import cut, map_arena, page_aligned, touch, written_extents
 from kvferry.worker.checksum import KeptChecksums
 from kvferry.worker.destination import Destination
 from kvferry.worker.device import open_device
@@ -129,6 +130,13 @@ def attach(
         num_blocks = _num_blocks(message, descriptors, peer.incarnation)
         plan = MemoryPlan(peer.identity, num_blocks=num_blocks, layout=peer.layout, rank=peer.rank)
         memory = map_arena(descriptors[0], sum(map(page_aligned, plan.storage_sizes)))
+        # As many pages as a prompt has take as long to map, one by one, as to copy.
+        threading.Thread(
+            target=touch,
+            args=(memory, written_extents(descriptors[0])),
+            name="kvferry-touch",
+            daemon=True,
+        ).start()
         generations = map_arena(descriptors[1], num_blocks * GENERATION_BYTES)
         failed.pop_all()
     attached = PeerMemory(
