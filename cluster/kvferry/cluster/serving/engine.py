@@ -45,7 +45,7 @@ from kvferry.proto.scheme import HashScheme
 from kvferry.proto.step_messages import LoadResult, Source, Step, StepReply
 from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.inventory import InventoryPart
-from kvferry.worker.pull import PullOutcome
+from kvferry.worker.pull import PullOutcome, failed_pull
 
 log = logging.getLogger(__name__)
 
@@ -354,12 +354,7 @@ class Engine:
             return
         except Exception as failure:  # a lost result would hold the request for ever
             log.exception("load of %s failed", load.request_id)
-            outcome = PullOutcome(
-                num_blocks_of_run=(0,) * len(order.loads),
-                num_bytes=0,
-                error=str(failure),
-                error_type=type(failure).__name__,
-            )
+            outcome = failed_pull(failure, len(order.loads))
         result = load_result(order, outcome, self._limits)
         with self._wake:
             self._loads_ended.append((result, outcome.num_bytes))
