@@ -205,13 +205,8 @@ class Engine:
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
-        for cancel in list(self._cancels.values()):
-            cancel.set()
-        self._moves.stop()
-        self._membership.stop()
+        self._give_up()
         self._thread.join(timeout_s)
-        self._loaders.shutdown(wait=False, cancel_futures=True)
-        self._asker.shutdown(wait=False, cancel_futures=True)
 
     # ---------------------------------------------------------------------------------------------
 
@@ -227,6 +222,18 @@ class Engine:
             self._outbox.fail(f"{type(error).__name__}: {error}")
         finally:
             self._pulse.stop()
+            # What the loop has begun since it was stopped must end, too; it begins nothing more.
+            self._give_up()
+            self._moves.stop()
+            self._loaders.shutdown(wait=False, cancel_futures=True)
+            self._asker.shutdown(wait=False, cancel_futures=True)
+
+    def _give_up(self) -> None:
+        """Let loads, moves and whoever asks the coordinator end soon."""
+        for cancel in list(self._cancels.values()):
+            cancel.set()
+        self._moves.cancel()
+        self._membership.stop()
 
     def _advance(self) -> None:
         if self._failure is not None:
