@@ -162,6 +162,11 @@ class RayService:
         self._launched[instance_id] = launched = self._launch(info)
         return launched.link
 
+    def leave(self, instance_id: InstanceId) -> bool:
+        """End a drained instance and give its place back; see `Leave`."""
+        self._launched.pop(instance_id, None)
+        return self._places[instance_id].leave()
+
     def _coordinator_client(self, address: str) -> CoordinatorClient:
         return CoordinatorClient(address, self.config.credentials, find_front(self._service_id))
 
