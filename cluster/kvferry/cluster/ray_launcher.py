@@ -252,6 +252,7 @@ class RayService:
             credentials=config.credentials,
             reflection=config.reflection,
             rank_timeout_s=config.rank_timeout_s,
+            hangs_after_s=config.hangs_after_s,
         )
 
     def _environment(self, threads: int) -> dict[str, dict[str, str]]:
