@@ -1,7 +1,8 @@
 """An instance is drained: real engines and stores pull what only it holds, and it goes."""
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 
 import pytest
 from tests.integration.token_engines import (
@@ -16,6 +17,7 @@ from tests.waiting import wait_until
 from kvferry.cluster.serving import engine
 from kvferry.proto.drain_messages import Drain, Drained
 from kvferry.proto.errors import InstanceDiedError
+from kvferry.proto.ids import BlockId
 from kvferry.proto.messages import expect
 
 
@@ -135,3 +137,28 @@ def test_moves_from_a_source_that_does_not_answer_leave_nothing_behind(
     assert service.counter("failed_moves") == 1
     assert serve(b, "b", tokens) == (0, 0)
     service.require_nothing_held()
+
+
+def test_an_engine_that_is_stopped_while_it_takes_an_answer_ends_in_good_order(
+    service: TokenService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = service.add("a"), service.add("b")
+    tokens = prompt(1, 33)
+    serve(a, "a", tokens)
+    taking, go_on = threading.Event(), threading.Event()
+    reused = b.worker.reused
+
+    def slowly(block_ids: Sequence[BlockId]) -> None:
+        taking.set()
+        assert go_on.wait(20.0)
+        reused(block_ids)
+
+    monkeypatch.setattr(b.worker, "reused", slowly)
+    b.engine.submit(request("b", tokens))
+    assert taking.wait(20.0)
+    b.engine.stop(0.01)
+    go_on.set()
+    b.engine.stop(20.0)
+    # The load that it still began was cancelled, and nothing went wrong.
+    b.engine.require_alive()
+    assert [one for one in caplog.records if one.levelname == "ERROR"] == []

@@ -44,7 +44,16 @@ from kvferry.proto.errors import (
     UnavailableError,
 )
 from kvferry.proto.ids import Epoch, InstanceId, LeaseId
-from kvferry.proto.messages import Describe, Description, InstanceStatus, RenewLease, Reserve
+from kvferry.proto.messages import (
+    Command,
+    Describe,
+    Description,
+    InstanceStatus,
+    RegisterInstance,
+    RenewLease,
+    Reply,
+    Reserve,
+)
 from kvferry.proto.v1 import control_pb2
 
 Raw = Callable[..., bytes]
@@ -317,3 +326,28 @@ def test_settings_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(error):
         replace(config, **changes)  # type: ignore[arg-type]
+
+
+def test_a_store_that_is_made_while_its_node_stops_is_not_left_in_the_service(
+    node: StoreNode,
+    address: str,
+    coordinator: CoordinatorActor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register = node._coordinator.call
+
+    def call_and_stop(command: Command, *, timeout_s: float) -> Reply:
+        reply = register(command, timeout_s=timeout_s)
+        if isinstance(command, RegisterInstance):
+            node._watch = None  # as `stop` does, before it waits for the store that is being made
+        return reply
+
+    watch = node._watch
+    assert watch is not None
+    monkeypatch.setattr(node._coordinator, "call", call_and_stop)
+    with pytest.raises(UnavailableError, match="does not serve any more"):
+        node.attach(IDENTITIES[0], 5.0)
+    watch.stop()
+    described = coordinator.call(Describe())
+    assert isinstance(described, Description)
+    assert described.instances == ()

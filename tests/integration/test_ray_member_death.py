@@ -13,6 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tests.integration.ray_of_nodes import NODE, home_of, ray_of_nodes
 from tests.integration.ray_serving import describe, request, routing
+from tests.integration.test_ray_drain import drain_ray_node
 
 from kvferry.cluster.config import ServiceConfig
 from kvferry.cluster.control_client import ControlClient
@@ -183,3 +184,24 @@ def test_a_frozen_engine_and_a_frozen_store_are_out_of_use_soon_and_the_engine_i
     told = asyncio.run(run())
     with capsys.disabled():
         print(f"\n{told}")
+
+
+def test_an_instance_whose_node_ray_takes_away_starts_again_on_another(
+    cluster: Any, service: RayService
+) -> None:
+    victim, node = choose_victim(service, cluster)
+    cluster.add_node(**NODE)
+    lives = {one.info.instance_id: one.info.incarnation for one in service.instances}
+
+    def has_begun_anew() -> bool:
+        now = {one.info.instance_id: one.info.incarnation for one in service.instances}
+        return now.get(victim, lives[victim]) != lives[victim]
+
+    async def run() -> None:
+        async with routing(service) as router:
+            await asyncio.to_thread(drain_ray_node, cluster.address, node.node_id)
+            await seconds_until(has_begun_anew, BACK_S)
+            assert await asyncio.to_thread(home_of, service._places[victim].rank_0) != node.node_id
+            await router.serve(request("back", 3), route=Route(decode=victim, prefill=None))
+
+    asyncio.run(run())

@@ -102,6 +102,9 @@ def test_a_service_with_a_ray_cluster_of_its_own_is_started_shown_and_removed(
     assert shell.up() == (0, places | {"was_running": True})
     code, refused = shell.up("--hash-seed", "7")
     assert (code, refused["error"]["type"]) == (2, "SchemeMismatchError")
+    code, refused = shell.up("--warm-share", "0.25")
+    assert (code, refused["error"]["type"]) == (2, "MismatchError")
+    assert refused["error"]["given"] == {"warm_share": 0.25}
 
     assert shell.run("down") == (
         0,

@@ -109,8 +109,8 @@ MUTATIONS: dict[str, Mutation] = {
     "a load counts as ended when the first rank has its part": (
         Edit(
             path=f"{SERVING}/all_ranks.py",
-            before="        while not all(call.done(CANCEL_POLL_S)",
-            after="        calls = []\n        while not all(call.done(CANCEL_POLL_S)",
+            before="        while running:\n",
+            after="        running = []\n        while running:\n",
         ),
     ),
     "blocks count as written when the first rank has written them": (

@@ -21,9 +21,13 @@ class Canary:
     _num_silent_turns: int = 0
 
     def answered(self) -> None:
-        """Take note of an answer, of whatever kind."""
+        """Take note of an answer."""
         self.has_answered = True
         self._num_silent_turns = 0
+
+    def ended(self) -> None:
+        """Take note that the process is gone; another one may be starting in its place."""
+        self.has_answered = False
 
     def is_frozen(self) -> bool:
         """Take note of another turn without an answer, and tell whether there were too many."""

@@ -26,14 +26,17 @@ from kvferry.cluster.progress import Progress, stderr_progress
 from kvferry.coordinator.leases import require_ttl
 from kvferry.proto.credentials import DEFAULT_SERVER_NAME
 from kvferry.proto.drain_messages import Drain, Drained
-from kvferry.proto.errors import DeadlineError, KvferryError
+from kvferry.proto.errors import DeadlineError, KvferryError, NotFoundError
 from kvferry.proto.ids import InstanceId
 from kvferry.proto.messages import expect
 
 TIMEOUT_S = 10.0
 POLL_S = 0.2
 GRACE_S = 30.0
-"""A coordinator that is restarted meanwhile begins the drain anew when it is asked again."""
+"""What is drained goes at the deadline, or as soon afterwards as its coordinator answers again."""
+
+LEAST_S = 1.0
+"""A deadline must lie ahead."""
 
 EXAMPLES = """
 Examples:
@@ -83,36 +86,47 @@ def drain(
 def until_over(coordinator: CoordinatorPort, command: Drain, progress: Progress) -> Drained:
     """Begin a drain and return how it ended; what changes on the way goes to `progress`.
 
+    A coordinator that is restarted meanwhile is asked until it knows the instance, and begins anew
+    with the time that is left.
+
     Raises:
-        DeadlineError: it has not ended long after its deadline.
+        DeadlineError: it has not ended long after its deadline; says what was heard last.
         KvferryError: it was refused.
     """
-    end_s = time.monotonic() + command.deadline_s + GRACE_S
+    deadline_s = time.monotonic() + command.deadline_s
     # Only the life that was there at the beginning is meant.
     told = expect(coordinator.call(command, timeout_s=TIMEOUT_S), Drained)
-    command, last = replace(command, incarnation=told.incarnation), ""
+    command, last = replace(command, incarnation=told.incarnation), _how_far(told)
+    progress(last)
     while not told.is_over:
-        if time.monotonic() > end_s:
+        left_s = deadline_s - time.monotonic()
+        if left_s < -GRACE_S:
             raise DeadlineError(
-                "a drain does not end",
-                given=command.instance_id,
-                allowed=f"{command.deadline_s + GRACE_S:g} s",
+                f"the drain of {command.instance_id} does not end; heard last: {last}",
+                given=f"{command.deadline_s + GRACE_S:g} s",
             )
-        line = (
-            f"{_num_moved(told)} blocks moved, {told.num_waiting} waiting, "
-            f"{told.num_requests} requests running"
-        )
-        if line != last:
-            progress(line)
-        last = line
         time.sleep(POLL_S)
         try:
-            told = expect(coordinator.call(command, timeout_s=TIMEOUT_S), Drained)
+            again = replace(command, deadline_s=max(left_s, LEAST_S))
+            told = expect(coordinator.call(again, timeout_s=TIMEOUT_S), Drained)
+            line = _how_far(told)
+        except NotFoundError:
+            line = f"the coordinator does not know {command.instance_id}; it may be coming back"
         except KvferryError as error:
             if not error.retryable:
                 raise
-            progress(f"asking again: {error}")
+            line = f"asking again: {error}"
+        if line != last:
+            progress(line)
+        last = line
     return told
+
+
+def _how_far(told: Drained) -> str:
+    return (
+        f"{_num_moved(told)} blocks moved, {told.num_waiting} waiting, "
+        f"{told.num_requests} requests running"
+    )
 
 
 def to_json(over: Drained) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from kvferry.cluster.config_checks import (
 )
 from kvferry.cluster.serving.limits import Policy
 from kvferry.cluster.serving.pool_size import KvSize, LengthLimit
+from kvferry.cluster.serving.pulse import HANGS_AFTER_S
 from kvferry.proto.bind import is_loopback, require_safe_bind, require_safe_plain_bind
 from kvferry.proto.credentials import Credentials, server_ssl_context
 from kvferry.proto.errors import ConfigError
@@ -159,6 +160,9 @@ class ServiceConfig:
     rank_timeout_s: float = 30.0
     """How long the ranks of an instance wait for each other in a pass before they give it up."""
 
+    hangs_after_s: float = HANGS_AFTER_S
+    """How long one pass through the model may take; an instance that needs longer is given up."""
+
     kv_events: KvEventsConfig | None = None
     """Publish what every instance has cached; None publishes nothing."""
 
@@ -182,6 +186,7 @@ class ServiceConfig:
             require_port("metrics_port", self.metrics_port)
         require_seconds("start_timeout_s", self.start_timeout_s)
         require_seconds("rank_timeout_s", self.rank_timeout_s)
+        require_seconds("hangs_after_s", self.hangs_after_s)
         require_hash_seed(self.hash_seed)
         require_one_of("algorithm", self.algorithm, get_args(Algorithm))
         require_one_of("key_format", self.key_format, get_args(KeyFormat))

@@ -271,7 +271,10 @@ class StoreNode:
                 self._remove(info, "its registration was not answered", STOP_CALL_TIMEOUT_S)
             raise
         watch = self._watch
-        assert watch is not None
+        if watch is None:
+            with contextlib.suppress(KvferryError):
+                self._remove(info, "its node stops", STOP_CALL_TIMEOUT_S)
+            raise UnavailableError("this node does not serve any more", given=self._config.host)
         worker.set_coordinator(call, registered.epoch, watch.look)
 
     def _require_place(self) -> None:

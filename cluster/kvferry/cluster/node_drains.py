@@ -2,10 +2,11 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
-from kvferry.proto.drain_messages import Drain
+from kvferry.proto.drain_messages import Drain, Drained
 from kvferry.proto.errors import KvferryError
+from kvferry.proto.ids import Incarnation, InstanceId
 from kvferry.proto.messages import Command, Describe, Description, Reply, expect
 
 LOOK_S = 1.0
@@ -21,15 +22,26 @@ WITHOUT_DEADLINE_S = 60.0
 Leaving = Mapping[str, float | None]
 """Ray's ids of the nodes that it takes away, with the seconds until then, None: nobody said."""
 
+Life = tuple[InstanceId, Incarnation]
+
 _log = logging.getLogger(__name__)
 
 
-def drains_of(description: Description, leaving: Leaving) -> Iterator[Drain]:
-    """Yield a drain for each member on a node that goes, unless it is being drained."""
+def drains_of(
+    description: Description, leaving: Leaving, told: Collection[Life] = ()
+) -> Iterator[Drain]:
+    """Yield a drain for each member on a node that goes, unless it is being drained.
+
+    Args:
+        description: of the service.
+        leaving: the nodes that go.
+        told: lives whose drain the coordinator has begun; a suspect's state does not show it.
+    """
     for status in description.instances:
         info = status.info
         nodes = [node for node in info.rank_nodes if node in leaving]
-        if not nodes or status.state == "draining":
+        was_told = status.state == "suspect" and (info.instance_id, info.incarnation) in told
+        if not nodes or status.state == "draining" or was_told:
             continue
         yield Drain(
             instance_id=info.instance_id,
@@ -49,6 +61,7 @@ class NodeDrains:
     def __init__(self, call: Callable[[Command], Reply], leaving: Callable[[], Leaving]) -> None:
         self._call = call
         self._leaving = leaving
+        self._told: set[Life] = set()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -76,9 +89,10 @@ class NodeDrains:
         if not leaving:
             return
         description = expect(self._call(Describe()), Description)
-        for command in drains_of(description, leaving):
+        for command in drains_of(description, leaving, self._told):
             _log.warning("%s is drained: Ray takes its node away", command.instance_id)
-            self._call(command)
+            drained = expect(self._call(command), Drained)
+            self._told.add((drained.instance_id, drained.incarnation))
 
 
 def _deadline_s(left_s: float | None) -> float:

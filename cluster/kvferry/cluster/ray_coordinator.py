@@ -15,6 +15,7 @@ from kvferry.cluster.ray_draining import leaving_nodes
 from kvferry.cluster.ray_frozen import FrozenWatch
 from kvferry.cluster.ray_record import RayRecord
 from kvferry.cluster.ray_revival import Revival
+from kvferry.cluster.up_config import CoordinatorConfig
 
 OPTIONS = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0}
 """Of actors that always come back, and of whose calls none is made twice, as it may have run."""
@@ -30,20 +31,33 @@ class RayCoordinatorActor(CoordinatorProcess):
         service_id: as in `naming`; under it the record is kept, and deleted by whoever ends the
             service.
         fronts: where it listens.
-        core: settings of `CoordinatorActor`.
+        warm_share, core: settings of `CoordinatorActor`.
     """
 
-    def __init__(self, *, service_id: str, fronts: FrontSettings, **core: Any) -> None:
+    def __init__(
+        self, *, service_id: str, fronts: FrontSettings, warm_share: float = 0.0, **core: Any
+    ) -> None:
         super().__init__(
             record=RayRecord(service_id),
             fronts=fronts,
             reach_host=ray_cluster.node_host,
+            warm_share=warm_share,
             **core,
+        )
+        self._settings = CoordinatorConfig(
+            bind=fronts.bind,
+            insecure=fronts.insecure,
+            credentials=fronts.credentials,
+            warm_share=warm_share,
         )
         self._drains = NodeDrains(self.call, leaving_nodes)
         self._service_id = service_id
         self._frozen: FrozenWatch | None = None
         self._revival = Revival(self.start, "the coordinator")
+
+    def settings(self) -> CoordinatorConfig:
+        """Return what this coordinator is made of."""
+        return self._settings
 
     def start(self) -> FrontAddresses:
         """See `CoordinatorProcess.start`."""

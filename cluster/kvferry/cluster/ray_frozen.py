@@ -3,6 +3,7 @@
 Ray itself notices only processes that have ended.
 """
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -10,11 +11,14 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
 
 from kvferry.cluster.canary import Canary
 
 TURN_S = 1.0
 JOIN_TIMEOUT_S = 1.0
+ANSWER_TIMEOUT_S = 1.0
+"""For an answer that is here already."""
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +66,10 @@ class FrozenWatch:
         question = self._questions.get(name)
         if question is not None:
             if ray.wait([question.ref], timeout=0.0)[0]:
-                # An error tells that the process has ended, which Ray knows, too.
-                canary.answered()
+                if _is_answered(question.ref):
+                    canary.answered()
+                else:
+                    canary.ended()
             elif not canary.is_frozen():
                 return
             elif not self._stopping.is_set():
@@ -78,3 +84,13 @@ class FrozenWatch:
             return
         ready: Any = actor.__ray_ready__  # of every actor; Ray's types do not know it
         self._questions[name] = _Question(actor, ready.remote())
+
+
+def _is_answered(ref: Any) -> bool:
+    """Tell whether the process itself has ended a call, and not Ray, as the process is gone."""
+    with contextlib.suppress(RayTaskError):  # it comes from the process
+        try:
+            ray.get(ref, timeout=ANSWER_TIMEOUT_S)
+        except RayActorError:
+            return False
+    return True

@@ -18,6 +18,7 @@ from ray.util.placement_group import (
 
 from kvferry.cluster import naming, ray_cluster
 from kvferry.cluster.coordinator_client import CoordinatorClient
+from kvferry.cluster.ray_draining import leaving_nodes
 from kvferry.cluster.ray_handles import RayEngine, get
 from kvferry.cluster.ray_ranks import RankPlacement, spawn_rank
 from kvferry.cluster.serving.legs import EngineLink
@@ -29,6 +30,9 @@ from kvferry.proto.messages import InstanceInfo
 
 PLACE_AGAIN_TIMEOUT_S = 30.0
 """So long a place is waited for when that of a dead instance went with its node."""
+
+PLACE_ANEW_TIMEOUT_S = 5.0
+"""So long room is waited for in an attempt to start an instance that has left its place."""
 
 POLL_S = 0.2
 RESULT_TIMEOUT_S = 1.0
@@ -98,14 +102,34 @@ class RayInstance:
             given_up: when set, this ends soon with `UnavailableError`.
 
         Raises:
-            ResourcesError: its node is gone, and there is no room elsewhere.
+            ResourcesError: its node is gone, or it has left it, and there is no room elsewhere.
             DeadlineError: it was not ready in time.
             KvferryError: as its rank 0 raised it, or that has died.
         """
         self._kill_ranks()
-        self._await_place(given_up)
-        self._make()
+        if self._group is None:
+            self.place(PLACE_ANEW_TIMEOUT_S)
+        else:
+            self._await_place(given_up)
+            self._make()
         return self._await_start(self.begin(coordinator), given_up)
+
+    def leave(self) -> bool:
+        """End what is left of a drained life, and give its place back.
+
+        Returns:
+            whether it was on a node that Ray takes away, or has lost: its next life is to `place`
+            itself elsewhere.
+        """
+        assert self._group is not None
+        leaving = leaving_nodes()
+        table = placement_group_table(self._group)
+        nodes = table["bundles_to_node_id"].values()
+        is_leaving = not _is_placed(self._group) or any(node in leaving for node in nodes)
+        self._kill_ranks()
+        self.remove_place()
+        self.rank_0 = None
+        return is_leaving
 
     def remove_place(self) -> None:
         """Give its place back; repeating is fine."""

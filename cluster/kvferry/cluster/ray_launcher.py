@@ -162,6 +162,11 @@ class RayService:
         self._launched[instance_id] = launched = self._launch(info)
         return launched.link
 
+    def leave(self, instance_id: InstanceId) -> bool:
+        """End a drained instance and give its place back; see `Leave`."""
+        self._launched.pop(instance_id, None)
+        return self._places[instance_id].leave()
+
     def _coordinator_client(self, address: str) -> CoordinatorClient:
         return CoordinatorClient(address, self.config.credentials, find_front(self._service_id))
 
@@ -247,6 +252,7 @@ class RayService:
             credentials=config.credentials,
             reflection=config.reflection,
             rank_timeout_s=config.rank_timeout_s,
+            hangs_after_s=config.hangs_after_s,
         )
 
     def _environment(self, threads: int) -> dict[str, dict[str, str]]:

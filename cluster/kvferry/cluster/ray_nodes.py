@@ -7,6 +7,7 @@ from subprocess import Popen
 from typing import Any
 
 import ray
+from ray._common import utils
 from ray.cluster_utils import Cluster
 
 from kvferry.cluster.chaos import processes
@@ -15,6 +16,7 @@ from kvferry.cluster.ray_cluster import OBJECT_STORE_BYTES
 from kvferry.cluster.signals import handlers_kept, interrupts_held
 
 ray_api: Any = ray  # parts of Ray's interface are not typed
+ray_utils: Any = utils  # private, and not typed
 
 # Of a node that dies or freezes Ray hears within two seconds instead of fifteen, or of a minute.
 HEALTH = {
@@ -33,6 +35,8 @@ class _Cluster(Cluster):
     """
 
     def __init__(self, head: dict[str, Any]) -> None:
+        # Ray writes the head's address there, and on a new machine there is no such folder.
+        Path(ray_utils.get_default_ray_temp_dir()).mkdir(exist_ok=True)
         super().__init__(initialize_head=True, head_node_args=head)
         # Ray would set a handler of signals, and kill the node's processes with the thread.
         self._shutdown_at_exit = False

@@ -10,10 +10,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvferry.cluster import naming, ray_cluster
 from kvferry.cluster.ray_handles import get
+from kvferry.cluster.serving.engine import MAX_PARALLEL_LOADS
 from kvferry.cluster.serving.rank import Rank, RankSettings
+from kvferry.proto.step_messages import MAX_MOVES
 
 remote: Any = ray.remote  # its types do not know max_concurrency
-RANK_THREADS = 8
+RANK_THREADS = MAX_PARALLEL_LOADS + MAX_MOVES + 5
+"""Rank 0 may have so many pulls under way. None of them may keep waiting a pass, a ping, a cancel,
+what is told of blocks, or the call that is parked until the rank ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

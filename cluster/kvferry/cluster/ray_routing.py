@@ -22,7 +22,7 @@ class RayRouting:
 
     def __init__(self, service: RayService) -> None:
         self._service = service
-        self._supervisor = Supervisor(service.start_again, self._join)
+        self._supervisor = Supervisor(service.start_again, service.leave, self._join)
         self._routers: list[Router] = []
 
     async def __aenter__(self) -> "RayRouting":

@@ -25,11 +25,12 @@ from kvferry.cluster.ray_record import RayRecord
 from kvferry.cluster.ray_store_node import RayStoreNode
 from kvferry.cluster.signals import interrupts_held
 from kvferry.cluster.up_config import (
+    CoordinatorConfig,
     NodePlace,
     Removed,
     ServicePlaces,
     UpConfig,
-    require_same_node,
+    require_same,
 )
 from kvferry.proto.errors import (
     BusyError,
@@ -274,12 +275,14 @@ def _start_nodes(
 
 
 def _require_same(config: UpConfig, found: _Found, coordinator: ActorHandle[Any]) -> None:
+    runs: CoordinatorConfig = _ask(coordinator.settings.remote(), "the coordinator")
+    require_same(runs, config.coordinator, service=config.name)
     description: Description = _ask(coordinator.call.remote(Describe()), "the coordinator")
     require_equal_schemes(description.scheme, config.scheme, who="the service that was asked for")
     for host, node in found.nodes.items():
         running = _ask(node.settings.remote(), f"the node at {host}")
         asked = config.node(host, coordinator=running.coordinator)
-        require_same_node(running, asked, service=config.name)
+        require_same(running, asked, service=config.name)
 
 
 def _node_ids() -> dict[str, str]:

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from kvferry.proto.errors import KvferryError, NotRegisteredError
@@ -35,7 +36,10 @@ class WatchedStore(Protocol):
 
 
 class StoreWatch:
-    """Works from construction to `stop`, in a thread of its own.
+    """Works from construction to `stop`, in a thread of its own, and one more for each store.
+
+    A store that comes back tells all that it holds, which may take longer than others may be
+    silent.
 
     Args:
         stores: returns those there are.
@@ -44,6 +48,7 @@ class StoreWatch:
     def __init__(self, stores: Callable[[], Sequence[WatchedStore]]) -> None:
         self._stores = stores
         self._is_over = False
+        self._busy: set[int] = set()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-stores", daemon=True)
         self._thread.start()
@@ -53,7 +58,7 @@ class StoreWatch:
         self._wake.set()
 
     def stop(self) -> None:
-        """Watch no more; what is under way may go on for a call's time. Repeating is fine."""
+        """Watch no more; what is under way may go on for a while. Repeating is fine."""
         self._is_over = True
         self._wake.set()
         self._thread.join(STOP_TIMEOUT_S)
@@ -63,8 +68,16 @@ class StoreWatch:
             self._wake.wait(WATCH_S)
             self._wake.clear()
             for store in self._stores():
-                if not self._is_over:
-                    _look_after(store)
+                if not self._is_over and id(store) not in self._busy:
+                    self._busy.add(id(store))
+                    look = partial(self._look_after, store)
+                    threading.Thread(target=look, name="kvferry-store", daemon=True).start()
+
+    def _look_after(self, store: WatchedStore) -> None:
+        try:
+            _look_after(store)
+        finally:
+            self._busy.discard(id(store))
 
 
 def _look_after(store: WatchedStore) -> None:
@@ -75,5 +88,5 @@ def _look_after(store: WatchedStore) -> None:
             store.come_back()
     except KvferryError as error:
         _log.warning("a store is not heard now: %s", error)
-    except Exception:  # nobody else would look after the other stores
+    except Exception:  # the next look may succeed
         _log.exception("a store cannot be looked after")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from kvferry.cluster.config_checks import (
     require_hash_seed,
@@ -19,6 +19,16 @@ from kvferry.proto.hashing import make_scheme
 from kvferry.proto.scheme import HashScheme
 
 DEFAULT_HASH_BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorConfig:
+    """What a service's coordinator is made of, beside its scheme; see `UpConfig`."""
+
+    bind: str
+    insecure: bool
+    credentials: Credentials | None
+    warm_share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +95,16 @@ class UpConfig:
         """The service's hash scheme."""
         return make_scheme(seed=self.hash_seed, hash_block_tokens=self.hash_block_tokens)
 
+    @property
+    def coordinator(self) -> CoordinatorConfig:
+        """The settings of the coordinator."""
+        return CoordinatorConfig(
+            bind=self.bind,
+            insecure=self.insecure,
+            credentials=self.credentials,
+            warm_share=self.warm_share,
+        )
+
     def node(self, host: str, *, coordinator: str) -> NodeConfig:
         """Return the settings of the node on one host.
 
@@ -132,15 +152,18 @@ class Removed:
     hosts: tuple[str, ...]
 
 
-def require_same_node(running: NodeConfig, asked: NodeConfig, *, service: str) -> None:
-    """Refuse settings that a running node does not have.
+_Settings = TypeVar("_Settings", NodeConfig, CoordinatorConfig)
+
+
+def require_same(running: _Settings, asked: _Settings, *, service: str) -> None:
+    """Refuse settings that a running node, or coordinator, does not have.
 
     Raises:
         MismatchError: naming each differing field with what was asked and what runs.
     """
     differing = [
         field.name
-        for field in fields(NodeConfig)
+        for field in fields(running)
         if getattr(running, field.name) != getattr(asked, field.name)
     ]
     if differing:
@@ -152,4 +175,4 @@ def require_same_node(running: NodeConfig, asked: NodeConfig, *, service: str) -
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, int | str | bool | None) else str(value)
+    return value if isinstance(value, int | float | str | bool | None) else str(value)

@@ -38,22 +38,26 @@ def finished(name: str) -> Output:
 class FakeEngine:
     """Answers `outputs` with what is put into `answers`, in order, and finishes requests at once.
 
-    `asked` counts the calls of `outputs`.
+    `asked` counts the calls of `outputs`; `refusal` is what `submit` raises.
     """
 
     def __init__(self) -> None:
         self.answers: asyncio.Queue[OutputBatch | Exception] = asyncio.Queue()
         self.submitted: list[str] = []
+        self.aborted: list[str] = []
+        self.refusal: Exception | None = None
         self.asked = 0
         self.finishes = True
 
     async def submit(self, request: EngineRequest, *, timeout_s: float) -> None:
         self.submitted.append(request.request_id)
+        if self.refusal is not None:
+            raise self.refusal
         if self.finishes:
             self.answer(finished(request.request_id))
 
     async def abort(self, request_id: RequestId, *, timeout_s: float) -> None:
-        pass
+        self.aborted.append(request_id)
 
     async def outputs(self, since_seq: int, *, wait_s: float, timeout_s: float) -> OutputBatch:
         self.asked += 1

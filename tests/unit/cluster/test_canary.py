@@ -18,3 +18,12 @@ def test_who_answered_once_is_frozen_after_ten_turns_without_another_answer() ->
     for _ in range(2):
         canary.answered()
         assert [canary.is_frozen() for _ in range(10)] == [False] * 9 + [True]
+
+
+def test_who_has_ended_may_be_starting_anew_for_two_minutes() -> None:
+    canary = Canary(has_answered=True)
+    canary.answered()
+    canary.ended()
+    assert [canary.is_frozen() for _ in range(120)] == [False] * 119 + [True]
+    canary.answered()
+    assert [canary.is_frozen() for _ in range(10)] == [False] * 9 + [True]

@@ -3,27 +3,21 @@
 import asyncio
 import json
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.builders import make_info
 
 from kvferry.cluster import cli
-from kvferry.cluster.chaos import processes
 from kvferry.cluster.chaos.book import ANSWER_TOKENS, TURNS, Conversation, write_conversations
-from kvferry.cluster.chaos.counts import Counts, count, differences, kind_of
+from kvferry.cluster.chaos.counts import Counts, count, differences
 from kvferry.cluster.chaos.faults import KINDS, MAX_CALM_S, PAUSES_S, Fault, faults
 from kvferry.cluster.chaos.plan import ChaosPlan
 from kvferry.cluster.chaos.report import ChaosResult, Struck, to_json
-from kvferry.cluster.chaos.strikes import Target, strike, target_of
-from kvferry.cluster.chaos.traffic import Tally, Traffic
+from kvferry.cluster.chaos.traffic import Tally, Traffic, request
 from kvferry.cluster.serving.requests import Accounting, EngineRequest
 from kvferry.cluster.serving.router import Served
 from kvferry.proto.errors import BadInputError, InstanceDiedError
@@ -45,7 +39,7 @@ AT_REST = Counts(
     processes={"RankActor": 3, "raylet": 4},
     files={"asker": 40},
     sockets={"asker": 12},
-    memory_bytes={"asker": 1000, "RankActor": 2000},
+    memory_bytes={"asker": 1000, "RankActor": 2000, "RayCoordinatorActor": 500},
 )
 
 # -- faults ---------------------------------------------------------------------------------------
@@ -67,106 +61,6 @@ def make_fault(kind: str, choice: float = 0.0) -> Fault:
 @pytest.mark.parametrize(("choice", "victim"), [(0.0, "a"), (0.4, "b"), (0.999, "c")])
 def test_a_faults_choice_names_each_victim_alike(choice: float, victim: str) -> None:
     assert make_fault("kill_node", choice).victim(["a", "b", "c"]) == victim
-
-
-# -- processes ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def child(tmp_path: Path) -> Iterator[processes.Process]:
-    """A process that writes below a folder, and sleeps."""
-    with (tmp_path / "log").open("w") as log:
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1, stdout=log)
-    found = processes.find(child.pid)
-    assert found is not None
-    yield found
-    child.kill()
-    child.communicate(timeout=10)
-
-
-def state_of(pid: int) -> str:
-    found = processes.find(pid)
-    return "gone" if found is None else found.state
-
-
-async def until_state(pid: int, states: str) -> None:
-    async with asyncio.timeout(10):
-        while state_of(pid) not in states:
-            await asyncio.sleep(0.005)
-
-
-def test_a_process_is_found_by_the_folder_it_writes_to_and_as_a_child(
-    child: processes.Process, tmp_path: Path
-) -> None:
-    assert [one.pid for one in processes.using(tmp_path)] == [child.pid]
-    assert processes.using(tmp_path / "log") == ()
-    own = processes.find(os.getpid())
-    assert own is not None
-    assert own.is_running
-    assert child.pid in [one.pid for one in processes.family(own)]
-    used = processes.usage(child.pid)
-    assert used is not None
-    assert used.files >= 3
-    assert used.sockets == 0
-    assert used.memory_bytes > 1 << 20
-
-
-def test_a_signal_reaches_the_process_and_no_later_one_of_its_id(
-    child: processes.Process,
-) -> None:
-    processes.send(replace(child, started=child.started - 1), signal.SIGKILL)
-    fault = make_fault("pause_node")
-    target = target_of(fault, description(), {"node-1": child}, Path("nowhere"))
-    assert target.name == "node-1"
-    assert [one.pid for one in target.hit] == [child.pid]
-
-    async def pause_and_kill() -> None:
-        pausing = asyncio.create_task(strike(fault, target))
-        await until_state(child.pid, "T")
-        await pausing
-        await until_state(child.pid, "SR")
-        await strike(make_fault("kill_node"), target)
-        await until_state(child.pid, "Z")
-
-    asyncio.run(pause_and_kill())
-
-
-def test_a_kill_hits_the_victim_and_ends_whatever_needs_it(child: processes.Process) -> None:
-    own = processes.find(os.getpid())
-    assert own is not None
-
-    def target(kind: str) -> Target:
-        told = description(rank_pids=(child.pid,))
-        return target_of(make_fault(kind), told, {"node-1": own}, Path("nowhere"))
-
-    instance, raylet, node = map(target, ("kill_instance", "kill_raylet", "kill_node"))
-    assert (instance.name, pids(instance.hit), pids(instance.ends)) == (
-        "decode-0",
-        {child.pid},
-        {child.pid},
-    )
-    assert (raylet.name, pids(raylet.hit)) == ("node-1", {own.pid})
-    assert pids(raylet.ends) == pids(node.hit) == pids(node.ends) >= {own.pid, child.pid}
-    assert target("pause_node").ends == ()
-    assert target("kill_coordinator").hit == ()
-
-
-def pids(found: tuple[processes.Process, ...]) -> set[int]:
-    return {one.pid for one in found}
-
-
-@pytest.mark.parametrize(
-    ("title", "kind"),
-    [
-        ("ray::RankActor.outputs", "RankActor"),
-        ("ray::RayCoordinatorActor", "RayCoordinatorActor"),
-        ("ray::IDLE", ""),
-        ("/x/ray/core/src/ray/raylet/raylet --worker=/y/setup_worker.py", "raylet"),
-        ("/x/bin/python3 -u /y/log_monitor.py --z", "log_monitor"),
-    ],
-)
-def test_a_cluster_s_processes_are_told_apart_by_their_titles(title: str, kind: str) -> None:
-    assert kind_of(title) == kind
 
 
 # -- counts ---------------------------------------------------------------------------------------
@@ -201,7 +95,7 @@ def test_a_service_is_at_rest_when_nothing_is_held_for_anybody() -> None:
 
 def test_what_has_not_come_back_is_told_and_memory_has_a_margin() -> None:
     assert differences(AT_REST, AT_REST) == ()
-    grown = {"asker": 1149, "RankActor": 2301}
+    grown = AT_REST.memory_bytes | {"asker": 1149, "RankActor": 2301}
     after = replace(AT_REST, leases=1, sockets={"asker": 13}, memory_bytes=grown)
     assert differences(AT_REST, after) == (
         "leases were 0 and are 1",
@@ -297,6 +191,30 @@ def test_an_error_that_nobody_may_see_is_a_problem(error: Exception) -> None:
     assert result(tally).problems == tuple(tally.unclear)
 
 
+def test_a_request_that_fails_twice_when_nothing_is_wrong_any_more_is_a_problem() -> None:
+    died = InstanceDiedError("gone", given="decode-0")
+    tally = tally_of(died, died, ANSWER)
+    assert (tally.served, tally.retried) == (1, 1)
+    assert tally.unclear == ["a request failed twice, after the last fault"]
+
+
+@pytest.mark.parametrize("output", [(), ANSWER[:-1], (*ANSWER, 7)])
+def test_no_near_tie_explains_an_output_of_another_length(output: tuple[int, ...]) -> None:
+    tally = tally_of(ANSWER, output)
+    assert tally.unclear == [f"an output has {len(output)} tokens instead of {len(ANSWER)}"]
+    assert tally.differences == []
+
+
+def test_a_request_whose_tokens_came_from_nowhere_is_a_problem() -> None:
+    tally = Tally()
+    asked = request("r", PROMPT, salt="s")
+    nowhere = Accounting(
+        prompt_tokens=3, local_hit_tokens=0, remote_hit_tokens=0, computed_tokens=0
+    )
+    tally.took(replace(served(asked, ANSWER), accounting=nowhere), ANSWER)
+    assert len(tally.unclear) == 1
+
+
 def test_another_output_is_remembered_with_the_one_that_was_expected() -> None:
     (difference,) = tally_of(ANSWER, (9, *ANSWER[1:])).differences
     assert (difference.prompt, difference.output) == (PROMPT, (9, *ANSWER[1:]))
@@ -307,7 +225,12 @@ def test_another_output_is_remembered_with_the_one_that_was_expected() -> None:
 
 
 def result(tally: Tally, **changes: Any) -> ChaosResult:
-    values: dict[str, Any] = {"plan": PLAN, "tally": tally, "struck": (), "start": AT_REST}
+    values: dict[str, Any] = {
+        "plan": PLAN,
+        "tally": tally,
+        "struck": (struck(1.0),),
+        "start": AT_REST,
+    }
     return ChaosResult(**(values | {"end": AT_REST} | changes))
 
 
@@ -329,9 +252,26 @@ def test_a_run_is_good_when_everything_came_back_and_nothing_was_wrong() -> None
 
 
 def test_what_did_not_recover_or_come_back_is_a_problem() -> None:
-    assert result(Tally(), struck=(struck(None),)).problems == ("kill_node: node-1: not recovered",)
-    assert result(Tally(), end=None).problems == ("the coordinator did not answer any more",)
-    assert result(Tally(), end=replace(AT_REST, leases=1)).problems == ("leases were 0 and are 1",)
+    good = Tally(served=5)
+    assert result(good).problems == ()
+    assert result(good, struck=(struck(None),)).problems == ("kill_node: node-1: not recovered",)
+    assert result(good, end=None).problems == ("the coordinator did not answer any more",)
+    assert result(good, end=replace(AT_REST, leases=1)).problems == ("leases were 0 and are 1",)
+
+
+def test_a_run_that_shows_nothing_is_no_good_run() -> None:
+    good = Tally(served=5)
+    assert result(Tally()).problems == ("no request was served",)
+    assert result(good, struck=()).problems == ("no fault came",)
+    leaking = replace(AT_REST, leases=1)
+    assert result(good, start=leaking, end=leaking).problems == (
+        "before the first fault, something was held for somebody",
+    )
+    unread = replace(AT_REST, memory_bytes={"asker": 1000, "RankActor": 0})
+    assert result(good, start=unread, end=unread).problems == (
+        "nothing is known of what RayCoordinatorActor used",
+        "nothing is known of what RankActor used",
+    )
 
 
 def test_an_output_is_wrong_where_no_near_tie_explains_it() -> None:

@@ -1,16 +1,19 @@
 """Engines that do not answer: nothing new goes there while another is left, then they are dead."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 from tests.unit.cluster.fake_engines import FakeCoordinator, FakeEngine, link, request, run
 
 from kvferry.cluster.serving import legs as legs_module
-from kvferry.cluster.serving.legs import SUSPECT_AFTER_S, Legs
+from kvferry.cluster.serving.legs import LATE_AFTER_S, Legs
 from kvferry.cluster.serving.router import Router, RouterSettings
-from kvferry.proto.errors import DeadlineError, InstanceDiedError
+from kvferry.cluster.serving.routing import Route
+from kvferry.proto.errors import DeadlineError, InstanceDiedError, UnavailableError
 from kvferry.proto.hashing import make_scheme
 from kvferry.proto.ids import InstanceId
+from kvferry.proto.messages import Command, RemoveInstance, Reply
 
 D0, D1 = InstanceId("d0"), InstanceId("d1")
 SCHEME = make_scheme(hash_block_tokens=4)
@@ -82,7 +85,7 @@ def test_a_late_engine_is_a_suspect_until_it_answers(clock: SimpleNamespace) -> 
         late, prompt = FakeEngine(), FakeEngine()
         legs = Legs({D0: link(late), D1: link(prompt)}, FakeCoordinator())
         legs.start()
-        clock.now_s += SUSPECT_AFTER_S
+        clock.now_s += LATE_AFTER_S
         assert legs.suspects() == set()
         prompt.answer()
         await prompt.is_asked(2)
@@ -102,11 +105,11 @@ def test_requests_go_elsewhere_while_an_engine_is_late(clock: SimpleNamespace) -
         router = new_router(FakeCoordinator(), d0=late, d1=prompt)
         await router.start()
         await router.serve(request("both"))
-        clock.now_s += SUSPECT_AFTER_S + 0.1
+        clock.now_s += LATE_AFTER_S + 0.1
         prompt.answer()
         await prompt.is_asked(2)
         await router.serve(request("one"))
-        clock.now_s += SUSPECT_AFTER_S + 0.1
+        clock.now_s += LATE_AFTER_S + 0.1
         await router.serve(request("none"))
         assert (late.submitted, prompt.submitted) == (["both", "none"], ["one"])
         await router.close()
@@ -125,5 +128,70 @@ def test_requests_go_elsewhere_while_the_coordinator_suspects_an_instance() -> N
         await router.serve(request("second"))
         assert (suspect.submitted, other.submitted) == (["second"], ["first"])
         await router.close()
+
+    run(test)
+
+
+def test_one_late_submit_is_no_death_but_the_request_and_later_ones_go_elsewhere() -> None:
+    async def test() -> None:
+        late, other = FakeEngine(), FakeEngine()
+        late.refusal = LATE
+        router = new_router(FakeCoordinator(), d0=late, d1=other)
+        await router.start()
+        served = await router.serve(request("first"), route=Route(decode=D0, prefill=None))
+        assert served.decode_instance == D1
+        assert late.aborted == ["first"]
+        late.refusal = None
+        await router.serve(request("second"))
+        assert (late.submitted, other.submitted) == (["first"], ["first", "second"])
+        assert router.is_alive(D0)
+        await router.close()
+
+    run(test)
+
+
+def test_a_late_submit_to_the_only_engine_fails_the_request_naming_it() -> None:
+    async def test() -> None:
+        late = FakeEngine()
+        late.refusal = LATE
+        router = new_router(FakeCoordinator(), d0=late)
+        await router.start()
+        with pytest.raises(UnavailableError, match="instance d0 did not take the request") as told:
+            await router.serve(request("r"))
+        assert not isinstance(told.value, InstanceDiedError)
+        assert router.is_alive(D0)
+        late.refusal = None
+        assert (await router.serve(request("again"))).decode_instance == D0
+        await router.close()
+
+    run(test)
+
+
+class SilentCoordinator(FakeCoordinator):
+    """Never answers when it is told of a death."""
+
+    async def call(self, command: Command, *, timeout_s: float) -> Reply:
+        reply = await super().call(command, timeout_s=timeout_s)
+        if isinstance(command, RemoveInstance):
+            await asyncio.Event().wait()
+        return reply
+
+
+def test_who_waits_hears_of_a_death_also_when_whoever_noticed_it_is_cancelled() -> None:
+    async def test() -> None:
+        engine, coordinator, deaths = FakeEngine(), SilentCoordinator(), []
+        engine.finishes = False
+        legs = Legs({D0: link(engine)}, coordinator, lambda *death: deaths.append(death))
+        legs.start()
+        waiting = asyncio.create_task(anext(legs.run(D0, request("r"), float("inf"))))
+        await engine.is_asked(1)
+        killed = InstanceDiedError("killed")
+        engine.fail(killed)
+        while not coordinator.removed:
+            await asyncio.sleep(0)
+        await legs.close()
+        with pytest.raises(InstanceDiedError, match="instance d0 died: killed"):
+            await waiting
+        assert deaths == [(D0, killed)]
 
     run(test)

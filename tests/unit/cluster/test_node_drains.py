@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from tests.builders import make_info
@@ -52,6 +53,19 @@ def test_who_is_being_drained_is_left_alone(service: CoordinatorService) -> None
     for command in drains_of(described(service), {"n3": 30.0}):
         service.handle(command, 0.0)
     assert list(drains_of(described(service), {"n3": 20.0})) == []
+
+
+def test_a_suspect_is_told_once_and_again_when_it_has_come_back(
+    service: CoordinatorService,
+) -> None:
+    leaving = {"n3": 30.0}
+    (status,) = [one for one in described(service).instances if one.info.instance_id == "c"]
+    told = {(status.info.instance_id, status.info.incarnation)}
+    suspect = replace(described(service), instances=(replace(status, state="suspect"),))
+    assert len(list(drains_of(suspect, leaving))) == 1
+    assert list(drains_of(suspect, leaving, told)) == []
+    live = replace(suspect, instances=(status,))
+    assert len(list(drains_of(live, leaving, told))) == 1
 
 
 class Calls:

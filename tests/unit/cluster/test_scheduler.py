@@ -7,7 +7,7 @@ import pytest
 from tests.builders import make_identity, make_info
 
 from kvferry.cluster.serving.limits import Limits, Policy, require_fits
-from kvferry.cluster.serving.requests import EngineRequest, Finished, Output
+from kvferry.cluster.serving.requests import NOTHING_NEEDED, EngineRequest, Finished, Output
 from kvferry.cluster.serving.scheduler import Scheduler, Work
 from kvferry.cluster.serving.sequence import Run
 from kvferry.coordinator.invariants import check
@@ -366,5 +366,7 @@ def test_a_request_that_moves_with_its_last_token_ends_without_another(
     assert [o.token_ids for o in rig.outputs] == [()]
     assert rig.finished("r").reason == reason
     accounting = rig.finished("r").accounting
+    assert accounting == NOTHING_NEEDED
     assert accounting.adds_up
     assert not replace(accounting, computed_tokens=5).adds_up
+    assert not replace(accounting, prompt_tokens=6).adds_up

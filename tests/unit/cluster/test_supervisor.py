@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import pytest
 from tests.unit.cluster.fake_engines import FakeEngine, link, run
@@ -24,6 +25,16 @@ from kvferry.proto.ids import InstanceId
 
 D0 = InstanceId("d0")
 KILLED = InstanceDiedError("killed")
+DRAINED = InstanceDrainedError("d0 was drained")
+
+
+def never(instance_id: InstanceId) -> bool:
+    raise AssertionError("nobody was drained")
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    while not is_true():
+        await asyncio.sleep(0.001)
 
 
 def test_pauses_double_from_one_second_to_thirty() -> None:
@@ -61,7 +72,7 @@ def test_an_instance_is_started_until_it_serves_and_each_failure_is_logged(
 
     async def test() -> None:
         joined: asyncio.Queue[tuple[InstanceId, EngineLink]] = asyncio.Queue()
-        supervisor = Supervisor(start_again, lambda *one: joined.put_nowait(one))
+        supervisor = Supervisor(start_again, never, lambda *one: joined.put_nowait(one))
         supervisor.died(D0, KILLED)
         assert await joined.get() == (D0, life)
         await supervisor.close()
@@ -86,7 +97,7 @@ def test_a_start_under_way_is_given_up_when_the_supervisor_closes() -> None:
 
     async def test() -> None:
         joined: list[object] = []
-        supervisor = Supervisor(start_again, lambda *one: joined.append(one))
+        supervisor = Supervisor(start_again, never, lambda *one: joined.append(one))
         supervisor.died(D0, KILLED)
         await asyncio.to_thread(starting.wait, 10.0)
         await supervisor.close()
@@ -106,7 +117,7 @@ def test_closing_does_not_wait_for_a_pause_between_attempts() -> None:
         raise ResourcesError("no room")
 
     async def test() -> None:
-        supervisor = Supervisor(start_again, lambda *_: None)
+        supervisor = Supervisor(start_again, never, lambda *_: None)
         supervisor.died(D0, KILLED)
         await asyncio.to_thread(tried.wait, 10.0)
         await supervisor.close()
@@ -115,13 +126,58 @@ def test_closing_does_not_wait_for_a_pause_between_attempts() -> None:
     run(test)
 
 
-def test_who_was_drained_is_not_started_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_was_drained_gives_its_place_back_and_is_not_started_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    left: list[InstanceId] = []
+
+    def leave(instance_id: InstanceId) -> bool:
+        left.append(instance_id)
+        return False
+
     async def test() -> None:
-        supervisor = Supervisor(lambda *_: link(FakeEngine()), lambda *_: None)
-        supervisor.died(D0, InstanceDrainedError("d0 was drained"))
+        joined: list[object] = []
+        supervisor = Supervisor(lambda *_: link(FakeEngine()), leave, lambda *a: joined.append(a))
+        supervisor.died(D0, DRAINED)
+        await until(lambda: "is not started again" in caplog.text)
+        # Another router has only seen the end of its processes.
+        supervisor.died(D0, KILLED)
         await supervisor.close()
+        assert joined == []
 
     run(test)
+    assert left == [D0]
     assert [record.getMessage() for record in caplog.records] == [
         "instance d0 is not started again: d0 was drained"
     ]
+
+
+def test_who_was_drained_as_its_node_goes_starts_elsewhere_and_may_die_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor_module, "FIRST_PAUSE_S", 0.001)
+    lives = [link(FakeEngine(), incarnation=2), link(FakeEngine(), incarnation=3)]
+    steps: list[str] = []
+
+    def leave(instance_id: InstanceId) -> bool:
+        steps.append("leave")
+        return True
+
+    def start_again(instance_id: InstanceId, given_up: threading.Event) -> EngineLink:
+        steps.append("start")
+        return lives[steps.count("start") - 1]
+
+    async def test() -> None:
+        joined: asyncio.Queue[tuple[InstanceId, EngineLink]] = asyncio.Queue()
+        supervisor = Supervisor(start_again, leave, lambda *one: joined.put_nowait(one))
+        supervisor.died(D0, DRAINED)
+        assert await joined.get() == (D0, lives[0])
+        supervisor.died(D0, KILLED)
+        assert await joined.get() == (D0, lives[1])
+        await supervisor.close()
+
+    run(test)
+    assert steps == ["leave", "start", "start"]
+    assert (
+        caplog.records[0].getMessage() == "instance d0 is started again elsewhere: d0 was drained"
+    )

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.cluster import local_cluster, naming
 from kvferry.cluster.local_cluster import LocalCluster
-from kvferry.cluster.up_config import UpConfig, require_same_node
+from kvferry.cluster.up_config import UpConfig, require_same
 from kvferry.proto.errors import BadInputError, ConfigError, InsecureBindError, MismatchError
 from kvferry.proto.hashing import make_scheme
 
@@ -49,12 +49,32 @@ def test_the_scheme_is_made_of_the_seed_and_the_hash_block() -> None:
 
 def test_a_running_node_with_other_settings_is_refused_naming_only_those() -> None:
     running = CONFIG.node("10.0.0.1", coordinator="10.0.0.1:1")
-    require_same_node(running, CONFIG.node("10.0.0.1", coordinator="10.0.0.1:1"), service="one")
+    require_same(running, CONFIG.node("10.0.0.1", coordinator="10.0.0.1:1"), service="one")
     other = replace(CONFIG, store_bytes=2 << 30, port=7401)
     with pytest.raises(MismatchError, match="service one runs with other settings") as caught:
-        require_same_node(running, other.node("10.0.0.1", coordinator="10.0.0.1:1"), service="one")
+        require_same(running, other.node("10.0.0.1", coordinator="10.0.0.1:1"), service="one")
     assert caught.value.given == {"store_bytes": 2 << 30, "port": 7401}
     assert caught.value.allowed == {"store_bytes": 1 << 30, "port": 7400}
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "allowed"),
+    [
+        ({"warm_share": 0.25}, {"warm_share": 0.25}, {"warm_share": 0.0}),
+        (
+            {"bind": "0.0.0.0", "insecure": True},
+            {"bind": "0.0.0.0", "insecure": True},
+            {"bind": "127.0.0.1", "insecure": False},
+        ),
+    ],
+)
+def test_a_running_coordinator_with_other_settings_is_refused_naming_only_those(
+    changes: dict[str, Any], given: dict[str, Any], allowed: dict[str, Any]
+) -> None:
+    require_same(CONFIG.coordinator, replace(CONFIG).coordinator, service="one")
+    with pytest.raises(MismatchError, match="service one runs with other settings") as caught:
+        require_same(CONFIG.coordinator, replace(CONFIG, **changes).coordinator, service="one")
+    assert (caught.value.given, caught.value.allowed) == (given, allowed)
 
 
 def test_a_nodes_host_is_read_from_its_name_and_from_no_other_services() -> None:

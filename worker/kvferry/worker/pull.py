@@ -42,6 +42,16 @@ class PullOutcome:
     failed_block: int = 0
 
 
+def failed_pull(failure: Exception, num_runs: int) -> PullOutcome:
+    """Return the outcome of a pull of so many runs that put nothing in place."""
+    return PullOutcome(
+        num_blocks_of_run=(0,) * num_runs,
+        num_bytes=0,
+        error=str(failure),
+        error_type=type(failure).__name__,
+    )
+
+
 def merge_outcomes(outcomes: Sequence[PullOutcome]) -> PullOutcome:
     """Return the outcome of one pull by several ranks: a block counts where all of them have it.
 

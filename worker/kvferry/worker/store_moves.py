@@ -56,22 +56,28 @@ class StoreMoves:
         self._reserver = reserver
         self._on_end = on_end
         self._cancel = threading.Event()
+        # Held while a move is begun: none begins after `stop`.
+        self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(MAX_MOVES, thread_name_prefix="kvferry-move")
 
     def begin(self, moves: Iterable[Move]) -> None:
-        """Carry these out in the background.
+        """Carry these out in the background; nothing after `stop`.
 
         Raises:
             UnavailableError: the store has to come back first, and will hear of others then.
         """
         for move in moves:
-            # From here on the store does not come back before the move has ended.
-            self._reserver.adopt()
-            self._threads.submit(self._carry_out, move)
+            with self._lock:
+                if self._cancel.is_set():
+                    return
+                # From here on the store does not come back before the move has ended.
+                self._reserver.adopt()
+                self._threads.submit(self._carry_out, move)
 
     def stop(self) -> None:
         """Let those under way end soon, and begin nothing more; returns at once."""
-        self._cancel.set()
+        with self._lock:
+            self._cancel.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _carry_out(self, move: Move) -> None:

@@ -52,6 +52,11 @@ class Counts:
         held = (self.used_blocks, self.requests, self.leases, self.handoffs)
         return not any((*held, self.reservations, self.loads))
 
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The kinds of processes whose files, sockets and memory could not be read."""
+        return tuple(kind for kind in (ASKER, *ACTORS) if not self.memory_bytes.get(kind))
+
 
 def count(description: Description, found: Iterable[Process], own_pid: int) -> Counts:
     """Count what the coordinator tells and what the processes of the cluster use.

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +125,12 @@ def send(process: Process, number: int) -> None:
     if lives(process):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
+
+
+def end_all(folder: Path) -> None:
+    """Kill the other processes that have a file below a folder open."""
+    for process in using(folder):
+        send(process, signal.SIGKILL)
 
 
 def _pids() -> Iterator[int]:

@@ -54,6 +54,13 @@ class ChaosResult:
     def problems(self) -> tuple[str, ...]:
         """What should not have been, a sentence each."""
         found = [f"wrong output {one.output} instead of {one.expected}" for one in self.wrong]
+        if not self.tally.served:
+            found.append("no request was served")
+        if not self.struck:
+            found.append("no fault came")
+        if not self.start.is_at_rest:
+            found.append("before the first fault, something was held for somebody")
+        found += [f"nothing is known of what {kind} used" for kind in self.start.unknown]
         found += self.tally.unclear
         found += [str(one) for one in self.struck if one.recovery_s is None]
         if self.end is None:

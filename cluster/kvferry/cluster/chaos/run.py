@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
 
-from kvferry.cluster.chaos.book import Conversation, write_conversations
+from kvferry.cluster.chaos import processes
+from kvferry.cluster.chaos.book import ANSWER_TOKENS, Conversation, write_conversations
 from kvferry.cluster.chaos.counts import differences
 from kvferry.cluster.chaos.faults import Fault, faults
 from kvferry.cluster.chaos.judging import judge
@@ -31,7 +32,8 @@ from kvferry.cluster.ray_routing import RayRouting
 from kvferry.cluster.serving.pool_size import KvSize
 from kvferry.cluster.serving.router import Router, RouterSettings
 from kvferry.cluster.serving.routing import Route
-from kvferry.proto.errors import UnavailableError
+from kvferry.cluster.signals import interrupts_held
+from kvferry.proto.errors import InvariantError, UnavailableError
 from kvferry.worker.model.loading import ModelFacts, inspect_model
 
 ROUTER = RouterSettings(request_timeout_s=REQUEST_TIMEOUT_S)
@@ -66,10 +68,13 @@ def run_chaos(model: str, plan: ChaosPlan, progress: Progress) -> ChaosResult:
         keeps_logs = True
         raise
     finally:
-        if keeps_logs:
-            progress(f"Ray's logs are kept in {folder}")
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+        with interrupts_held():
+            # An interrupt may have come while a node was made, of which nobody knows then.
+            processes.end_all(folder)
+            if keeps_logs:
+                progress(f"Ray's logs are kept in {folder}")
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run(
@@ -123,7 +128,9 @@ class _Run:
         async with traffic:
             await self._disturb(traffic.tally)
         self._progress("no more faults: everything once more, and then rest")
-        if await self._whole.recovered() is not None:
+        if await self._whole.recovered() is None:
+            traffic.tally.unclear.append("after the last fault the service was not whole again")
+        else:
             await traffic.everything()
             await self._meet("after")
         end = await self._whole.counts_when(lambda now: not differences(start, now))
@@ -168,6 +175,8 @@ class _Run:
             return Struck(fault=fault, victim="nobody", recovery_s=None)
         whole = self._whole
         target = target_of(fault, before, whole.nodes.raylets(), whole.folder)
+        if not target.hit:
+            return Struck(fault=fault, victim=f"{target.name} (not found)", recovery_s=None)
         self._progress(f"{fault.kind}: {target.name}")
         await strike(fault, target)
         began_s = time.monotonic()
@@ -180,13 +189,20 @@ class _Run:
 
 
 async def _undisturbed(router: Router, conversations: Sequence[Conversation]) -> None:
-    """Note the answer to every prompt."""
+    """Note the answer to every prompt.
+
+    Raises:
+        InvariantError: one has another length than was asked for, or its tokens do not add up.
+    """
 
     async def read(part: Sequence[Conversation]) -> None:
         for conversation in part:
             for turn, prompt in enumerate(conversation.write()):
                 name = f"undisturbed-{id(conversation)}-{turn}"
                 served = await router.serve(request(name, prompt, salt="undisturbed"))
+                # What is compared with it would be as empty.
+                if len(served.output_token_ids) != ANSWER_TOKENS or not served.accounting.adds_up:
+                    raise InvariantError(f"{name} went wrong, before any fault", given=str(served))
                 conversation.answers.append(served.output_token_ids)
 
     async with asyncio.TaskGroup() as group:

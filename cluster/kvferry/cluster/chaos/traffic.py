@@ -81,8 +81,13 @@ class Tally:
     def compare(
         self, prompt: tuple[int, ...], output: tuple[int, ...], expected: tuple[int, ...]
     ) -> None:
-        """Remember an output that is another one."""
-        if output != expected:
+        """Remember an output that is another one.
+
+        No near tie explains one of another length, which is told at once.
+        """
+        if len(output) != len(expected):
+            self.unclear.append(f"an output has {len(output)} tokens instead of {len(expected)}")
+        elif output != expected:
             self.differences.append(Difference(prompt=prompt, output=output, expected=expected))
 
 
@@ -116,12 +121,13 @@ class Traffic:
         await asyncio.gather(*self._callers, return_exceptions=kind is not None)
 
     async def everything(self) -> None:
-        """Ask every prompt once."""
+        """Ask every prompt once, while nothing goes wrong: each must be answered."""
 
         async def read(part: Sequence[Conversation]) -> None:
             for conversation in part:
                 for prompt, answer in zip(conversation.prompts, conversation.answers, strict=True):
-                    await self._ask(prompt, answer)
+                    if not await self._ask(prompt, answer):
+                        self.tally.unclear.append("a request failed twice, after the last fault")
 
         parts = (self._conversations[caller::NUM_CALLERS] for caller in range(NUM_CALLERS))
         await asyncio.gather(*map(read, parts))
@@ -140,14 +146,15 @@ class Traffic:
                     break
                 await self._ask(prompt, answer)
 
-    async def _ask(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> None:
-        """Ask, and after a failure once more, as a person would."""
+    async def _ask(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> bool:
+        """Ask, and after a failure once more, as a person would; tell whether it was answered."""
         served = await self._counted(self._router.serve(self._request(prompt)))
         if served is None:
             self.tally.retried += 1
             served = await self._counted(self._router.serve(self._request(prompt)))
         if served is not None:
             self.tally.took(served, answer)
+        return served is not None
 
     async def _leave_midway(
         self, prompt: tuple[int, ...], answer: tuple[int, ...], *, after: int

@@ -13,14 +13,19 @@ from typing import Any
 from kvferry.cluster.ports import PendingCall, RankPort
 from kvferry.cluster.serving.rank import Rank
 from kvferry.cluster.serving.sequence import Run
-from kvferry.proto.errors import DeadlineError, InstanceDiedError, KvferryError
+from kvferry.proto.errors import (
+    DeadlineError,
+    InstanceDiedError,
+    KvferryError,
+    UnavailableError,
+)
 from kvferry.proto.ids import BlockHash, BlockId, GroupId, LeaseId, RequestId
 from kvferry.proto.step_messages import Source
 from kvferry.worker.group_load import GroupLoad
 from kvferry.worker.inventory import InventoryPart
 from kvferry.worker.model.runner import SequenceSlice
 from kvferry.worker.model.sampling import sample
-from kvferry.worker.pull import PullOutcome, merge_outcomes
+from kvferry.worker.pull import PullOutcome, failed_pull, merge_outcomes
 
 CALL_TIMEOUT_S = 10.0
 CANCEL_POLL_S = 0.05
@@ -100,35 +105,40 @@ class AllRanks:
     ) -> PullOutcome:
         """See `BlockMover.pull`: what counts is what every rank has got.
 
+        A cancel, or a part that has failed when rank 0 has ended, ends those that still run.
+
         Raises:
             InstanceDiedError, DeadlineError: a rank is gone or stopped, so that nobody knows
                 whether it still writes.
         """
         pull_id = f"pull-{next(self._pull_numbers)}"
         end_s = time.monotonic() + timeout_s + PULL_GRACE_S
-        calls = self._begin("pull", pull_id, source, lease_id, loads, timeout_s)
+        running = self._begin("pull", pull_id, source, lease_id, loads, timeout_s)
         try:
             own = self._own.worker.pull(
                 source=source, lease_id=lease_id, loads=loads, timeout_s=timeout_s, cancel=cancel
             )
-        except KvferryError as refusal:
-            # The others must have ended all the same before anybody hears of it.
-            own = PullOutcome(
-                num_blocks_of_run=(0,) * len(loads),
-                num_bytes=0,
-                error=str(refusal),
-                error_type=type(refusal).__name__,
-            )
-        while not all(call.done(CANCEL_POLL_S) for call in calls) and time.monotonic() < end_s:
+        except Exception as failure:
+            # Whatever it was, the others must have ended before anybody hears of it.
+            own = failed_pull(failure, len(loads))
+        parts = [own]
+        while running:
+            still = []
+            for call in running:
+                if call.done(CANCEL_POLL_S):
+                    parts.append(self._part(call, len(loads)))
+                else:
+                    still.append(call)
+            running = still
             # Said again until it has ended: the first time it may not even have begun.
-            if cancel.is_set() or own.error is not None:
+            if running and (cancel.is_set() or any(part.error is not None for part in parts)):
                 self._begin("cancel_pull", pull_id)
-        if not all(call.done(0.0) for call in calls):
-            self._lost = DeadlineError(
-                "a rank did not end its part of a pull", given=f"{timeout_s + PULL_GRACE_S:g} s"
-            )
-            raise self._lost
-        outcome = merge_outcomes([own, *self._wait(calls, CALL_TIMEOUT_S)])
+            if running and time.monotonic() > end_s:
+                self._lost = DeadlineError(
+                    "a rank did not end its part of a pull", given=f"{timeout_s + PULL_GRACE_S:g} s"
+                )
+                raise self._lost
+        outcome = merge_outcomes(parts)
         if outcome.error is not None:
             # Some ranks may have more than counts; it will be computed over.
             self.reused(
@@ -138,6 +148,17 @@ class AllRanks:
                     for block_id in load.block_ids[num_blocks:]
                 )
             )
+        return outcome
+
+    def _part(self, call: PendingCall, num_loads: int) -> PullOutcome:
+        """Return how another rank's part has ended; errors as in `pull`."""
+        try:
+            outcome: PullOutcome = call.result(CALL_TIMEOUT_S)
+        except (UnavailableError, DeadlineError) as error:
+            self._lost = InstanceDiedError(f"nobody knows whether a rank still writes: {error}")
+            raise self._lost from error
+        except KvferryError as refusal:
+            return failed_pull(refusal, num_loads)
         return outcome
 
     def _begin(self, method: str, *arguments: Any) -> list[PendingCall]:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -25,9 +25,9 @@ from kvferry.cluster.ports import CoordinatorPort
 from kvferry.cluster.serving.limits import Limits, require_fits
 from kvferry.cluster.serving.load_orders import LoadOrder, load_result
 from kvferry.cluster.serving.membership import Membership, Stage
-from kvferry.cluster.serving.move_pulls import MovePulls
+from kvferry.cluster.serving.move_pulls import MovePulls, Puller
 from kvferry.cluster.serving.outbox import Outbox
-from kvferry.cluster.serving.pulse import Pulse
+from kvferry.cluster.serving.pulse import HANGS_AFTER_S, Passes, Pulse
 from kvferry.cluster.serving.requests import EngineRequest, Output, OutputBatch
 from kvferry.cluster.serving.scheduler import Scheduler
 from kvferry.cluster.serving.sequence import Run
@@ -38,14 +38,14 @@ from kvferry.proto.errors import (
     InstanceDiedError,
     InstanceDrainedError,
     KvferryError,
+    UnavailableError,
 )
-from kvferry.proto.ids import BlockHash, BlockId, GroupId, LeaseId, RequestId
+from kvferry.proto.ids import BlockHash, BlockId, GroupId, RequestId
 from kvferry.proto.messages import InstanceInfo, Registered
 from kvferry.proto.scheme import HashScheme
-from kvferry.proto.step_messages import LoadResult, Source, Step, StepReply
-from kvferry.worker.group_load import GroupLoad
+from kvferry.proto.step_messages import LoadResult, Step, StepReply
 from kvferry.worker.inventory import InventoryPart
-from kvferry.worker.pull import PullOutcome
+from kvferry.worker.pull import failed_pull
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ ANSWER_GRACE_S = 0.005
 MAX_PARALLEL_LOADS = 4
 
 
-class BlockMover(Protocol):
+class BlockMover(Puller, Protocol):
     """What the engine needs from whoever holds its KV tensors: all ranks of its instance."""
 
     def written(self, group_id: GroupId, pairs: Iterable[tuple[BlockHash, BlockId]]) -> None:
@@ -74,24 +74,6 @@ class BlockMover(Protocol):
 
     def inventory(self, max_blocks: int) -> Iterator[InventoryPart]:
         """Yield all that may be served to peers now, in parts of at most so many blocks."""
-
-    def pull(
-        self,
-        *,
-        source: Source,
-        lease_id: LeaseId,
-        loads: Sequence[GroupLoad],
-        timeout_s: float,
-        cancel: threading.Event,
-    ) -> PullOutcome:
-        """Fetch blocks from a peer; return once no write can follow.
-
-        A peer's failure is told in the outcome.
-
-        Raises:
-            KvferryError: this instance is at fault: loads that do not fit it, or a rank that is
-                gone, so that nobody knows whether it still writes.
-        """
 
 
 Forward = Callable[[tuple[Run, ...]], dict[RequestId, int]]
@@ -107,6 +89,7 @@ class Engine:
         coordinator: asked in the background, one question at a time, where slots are needed.
         mover: moves the blocks of the KV tensors, on every rank.
         forward: runs the model over slices and samples.
+        hangs_after_s: so long that may take; see `Pulse`.
     """
 
     def __init__(
@@ -120,11 +103,20 @@ class Engine:
         coordinator: CoordinatorPort,
         mover: BlockMover,
         forward: Forward,
+        hangs_after_s: float = HANGS_AFTER_S,
     ) -> None:
         self._info = info
         self._limits = limits
         self._membership = Membership(info, registered.epoch, coordinator)
-        self._pulse = Pulse(info, coordinator, lambda: self._membership.epoch)
+        self._passes = Passes()
+        self._pulse = Pulse(
+            info,
+            coordinator,
+            lambda: self._membership.epoch,
+            passes=self._passes,
+            hangs_after_s=hangs_after_s,
+            on_death=self._hangs,
+        )
         self._mover = mover
         self._forward = forward
         self._scheduler = Scheduler(
@@ -205,13 +197,8 @@ class Engine:
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
-        for cancel in list(self._cancels.values()):
-            cancel.set()
-        self._moves.stop()
-        self._membership.stop()
+        self._give_up()
         self._thread.join(timeout_s)
-        self._loaders.shutdown(wait=False, cancel_futures=True)
-        self._asker.shutdown(wait=False, cancel_futures=True)
 
     # ---------------------------------------------------------------------------------------------
 
@@ -227,6 +214,18 @@ class Engine:
             self._outbox.fail(f"{type(error).__name__}: {error}")
         finally:
             self._pulse.stop()
+            # What the loop has begun since it was stopped must end, too; it begins nothing more.
+            self._give_up()
+            self._moves.stop()
+            self._loaders.shutdown(wait=False, cancel_futures=True)
+            self._asker.shutdown(wait=False, cancel_futures=True)
+
+    def _give_up(self) -> None:
+        """Let loads, moves and whoever asks the coordinator end soon."""
+        for cancel in list(self._cancels.values()):
+            cancel.set()
+        self._moves.cancel()
+        self._membership.stop()
 
     def _advance(self) -> None:
         if self._failure is not None:
@@ -317,10 +316,18 @@ class Engine:
         self._publish(self._scheduler.take_outputs())
 
     def _compute(self, runs: tuple[Run, ...]) -> None:
-        written = self._scheduler.computed(self._forward(runs))
+        with self._passes.one():
+            tokens = self._forward(runs)
+        written = self._scheduler.computed(tokens)
         for group_id, blocks in groupby(sorted(written), key=attrgetter("group_id")):
             self._mover.written(group_id, ((b.block_hash, b.block_id) for b in blocks))
         self._publish(self._scheduler.take_outputs())
+
+    def _hangs(self) -> None:
+        """Tell that the instance is dead, as the loop cannot; it ends if its pass ever does."""
+        error = UnavailableError("a pass through the model does not end")
+        self._outbox.fail(f"{type(error).__name__}: {error}")
+        self.fail(error)
 
     def _publish(self, outputs: tuple[Output, ...]) -> None:
         with self._wake:
@@ -354,12 +361,7 @@ class Engine:
             return
         except Exception as failure:  # a lost result would hold the request for ever
             log.exception("load of %s failed", load.request_id)
-            outcome = PullOutcome(
-                num_blocks_of_run=(0,) * len(order.loads),
-                num_bytes=0,
-                error=str(failure),
-                error_type=type(failure).__name__,
-            )
+            outcome = failed_pull(failure, len(order.loads))
         result = load_result(order, outcome, self._limits)
         with self._wake:
             self._loads_ended.append((result, outcome.num_bytes))

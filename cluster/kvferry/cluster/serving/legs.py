@@ -15,20 +15,24 @@ from kvferry.proto.errors import (
     DeadlineError,
     InstanceDiedError,
     KvferryError,
+    UnavailableError,
 )
 from kvferry.proto.ids import Incarnation, InstanceId, RequestId
 from kvferry.proto.messages import RemoveInstance, Role
 
 log = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 10.0
+SUBMIT_TIMEOUT_S = 10.0
+"""An engine that does not take a request by then gets no others for as long, if others do."""
+
 TELL_TIMEOUT_S = 2.0
-"""A coordinator that is not told of a death finds out by itself, so nobody waits long for it."""
+"""A coordinator finds a death by itself, and a request that nobody wants ends by itself, so nobody
+waits long until they are told."""
 
 OUTPUTS_WAIT_S = 0.5
 """So long an engine may keep a call of `outputs` that it has no news for."""
 
-SUSPECT_AFTER_S = 2.5
+LATE_AFTER_S = 2.5
 """An engine that has not answered for so long gets no new requests if there is another one."""
 
 OUTPUTS_TIMEOUT_S = 5.0
@@ -73,6 +77,7 @@ class Legs:
         self._coordinator = coordinator
         self._on_death = on_death
         self._answered_s: dict[InstanceId, float] = {}
+        self._late_until_s: dict[InstanceId, float] = {}
         self._news: dict[InstanceId, dict[RequestId, asyncio.Queue[News]]]
         self._news = {instance_id: {} for instance_id in engines}
         self._deaths: dict[InstanceId, str] = {}
@@ -88,6 +93,7 @@ class Legs:
         self._engines[instance_id] = link
         self._news.setdefault(instance_id, {})
         self._deaths.pop(instance_id, None)
+        self._late_until_s.pop(instance_id, None)
         self._begin_to_follow(instance_id, link)
 
     def _begin_to_follow(self, instance_id: InstanceId, link: EngineLink) -> None:
@@ -111,8 +117,9 @@ class Legs:
 
     def suspects(self) -> set[InstanceId]:
         """Return the instances that should have answered by now and have not."""
-        late_s = time.monotonic() - SUSPECT_AFTER_S
-        return {i for i, answered_s in self._answered_s.items() if answered_s < late_s}
+        now_s = time.monotonic()
+        silent = {i for i, s in self._answered_s.items() if now_s - s > LATE_AFTER_S}
+        return silent | {i for i, until_s in self._late_until_s.items() if now_s < until_s}
 
     def in_flight(self) -> dict[InstanceId, int]:
         """Return the number of requests per engine."""
@@ -137,6 +144,7 @@ class Legs:
         Raises:
             BadInputError: the request can never run there, or its id is in flight there.
             InstanceDiedError: the engine died before the request finished.
+            UnavailableError: the engine did not take the request, and may live; another one may.
             DeadlineError: not finished by the deadline.
             KvferryError: as `fail` was told.
         """
@@ -172,10 +180,18 @@ class Legs:
         self, instance_id: InstanceId, link: EngineLink, request: EngineRequest
     ) -> None:
         try:
-            await link.engine.submit(request, timeout_s=CALL_TIMEOUT_S)
-        except (InstanceDiedError, DeadlineError) as error:
+            await link.engine.submit(request, timeout_s=SUBMIT_TIMEOUT_S)
+        except InstanceDiedError as error:
             await self._bury(instance_id, link, error)
             raise _death(instance_id, str(error)) from error
+        except (DeadlineError, UnavailableError) as error:
+            if not (self.is_alive(instance_id) and self._is_now(instance_id, link)):
+                raise _death(instance_id, str(error)) from error
+            # One request is no proof: its death is for those to notice who follow it.
+            self._late_until_s[instance_id] = time.monotonic() + SUBMIT_TIMEOUT_S
+            raise UnavailableError(
+                f"instance {instance_id} did not take the request: {error}", given=instance_id
+            ) from error
         except BadInputError as refusal:
             # Limits differ between instances: whoever asked must hear whose it was.
             raise type(refusal)(
@@ -204,7 +220,7 @@ class Legs:
 
     async def _abort(self, link: EngineLink, request_id: RequestId) -> None:
         with contextlib.suppress(KvferryError):
-            await link.engine.abort(request_id, timeout_s=CALL_TIMEOUT_S)
+            await link.engine.abort(request_id, timeout_s=TELL_TIMEOUT_S)
 
     async def _follow(self, instance_id: InstanceId, link: EngineLink) -> None:
         seq, num_unanswered = 0, 0
@@ -250,10 +266,12 @@ class Legs:
             )
         except KvferryError as unheard:
             log.warning("the coordinator was not told of %s: %s", instance_id, unheard)
-        for news in lost.values():
-            news.put_nowait(_death(instance_id, reason))
-        if self._is_now(instance_id, link):
-            self._on_death(instance_id, error)
+        finally:
+            # Also when whoever has noticed is cancelled meanwhile: nobody else would tell them.
+            for news in lost.values():
+                news.put_nowait(_death(instance_id, reason))
+            if self._is_now(instance_id, link):
+                self._on_death(instance_id, error)
 
     def _is_now(self, instance_id: InstanceId, link: EngineLink) -> bool:
         """Tell whether this is still the life of the instance that requests are sent to."""

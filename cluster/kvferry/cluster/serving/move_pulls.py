@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Puller(Protocol):
-    """What moves need of a `BlockMover`."""
+    """What pulls blocks for an engine."""
 
     def pull(
         self,
@@ -28,7 +28,14 @@ class Puller(Protocol):
         timeout_s: float,
         cancel: threading.Event,
     ) -> PullOutcome:
-        """See `BlockMover.pull`."""
+        """Fetch blocks from a peer; return once no write can follow.
+
+        A peer's failure is told in the outcome.
+
+        Raises:
+            KvferryError: this instance is at fault: loads that do not fit it, or a rank that is
+                gone, so that nobody knows whether it still writes.
+        """
 
 
 class MovePulls:

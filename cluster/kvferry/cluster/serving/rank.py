@@ -19,6 +19,7 @@ from kvferry.cluster.metrics.worker_metrics import worker_metrics
 from kvferry.cluster.naming import outside_ray
 from kvferry.cluster.serving.limits import Policy
 from kvferry.cluster.serving.pool_size import KvSize, LengthLimit, PoolPlan, plan_pool
+from kvferry.cluster.serving.pulse import HANGS_AFTER_S
 from kvferry.coordinator.sizing import kv_cache_bytes
 from kvferry.proto.bind import reachable_address
 from kvferry.proto.credentials import Credentials
@@ -50,7 +51,7 @@ class RankSettings:
     """What a rank is told by the launcher; sizes in tokens where nothing else is said.
 
     `rank` is its number in `layout`. `rank_timeout_s`: how long ranks wait for each other in a
-    pass.
+    pass; `hangs_after_s`: how long a pass may take.
     """
 
     instance_id: InstanceId
@@ -74,6 +75,7 @@ class RankSettings:
     credentials: Credentials | None = None
     reflection: bool = False
     rank_timeout_s: float
+    hangs_after_s: float = HANGS_AFTER_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

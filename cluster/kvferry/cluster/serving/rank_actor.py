@@ -118,6 +118,7 @@ class RankActor:
             coordinator=coordinator,
             mover=ranks,
             forward=ranks.forward,
+            hangs_after_s=settings.hangs_after_s,
         )
         self._engine = engine
         engine.start()

@@ -34,8 +34,8 @@ class EngineRequest:
 class Accounting:
     """How each prompt token's KV came into place at this instance, the first time it did.
 
-    The three parts add up to `prompt_tokens` for every request that ran to its end here. They are 0
-    for one that came with its last token, since its engine died before telling the end.
+    The three parts add up to `prompt_tokens` for every request that ran to its end here. All four
+    are 0 for one that came with its last token, since its engine died before telling the end.
     """
 
     prompt_tokens: int
@@ -47,7 +47,12 @@ class Accounting:
     def adds_up(self) -> bool:
         """Tell whether it can be that of a request that has ended."""
         parts = self.local_hit_tokens + self.remote_hit_tokens + self.computed_tokens
-        return parts in (0, self.prompt_tokens)
+        return parts == self.prompt_tokens
+
+
+NOTHING_NEEDED = Accounting(
+    prompt_tokens=0, local_hit_tokens=0, remote_hit_tokens=0, computed_tokens=0
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from kvferry.proto.errors import (
 )
 from kvferry.proto.hashing import hash_tokens
 from kvferry.proto.ids import BlockHash, InstanceId, RequestId
-from kvferry.proto.messages import CloseHandoff, Locate, Located, OpenHandoff, expect
+from kvferry.proto.messages import CloseHandoff, Locate, Located, OpenHandoff, Role, expect
 from kvferry.proto.scheme import HashScheme
 
 log = logging.getLogger(__name__)
@@ -93,6 +93,7 @@ class _Journey:
     prefill_instance: InstanceId | None = None
     prefill: Finished | None = None
     prefill_s: float | None = None
+    not_at: set[InstanceId] = field(default_factory=set)
 
     def prefilled(self, finished: Finished) -> None:
         self.prefill = finished
@@ -169,6 +170,7 @@ class Router:
         Raises:
             BadInputError: the request can never run (see `limits.require_fits`).
             InstanceDiedError: the instance it ran on died and no other could take it.
+            UnavailableError: the only instance did not take it in time, and may live.
             DeadlineError: not finished within the request timeout.
         """
         served: Served | None = None
@@ -188,7 +190,7 @@ class Router:
             request=request, started=now, deadline=now + self._settings.request_timeout_s
         )
         while True:
-            chosen = route or await self._route(request)
+            chosen = route or await self._route(journey)
             route = None
             prefill: asyncio.Task[None] | None = None
             try:
@@ -200,8 +202,8 @@ class Router:
                     async for event in events:
                         yield event
                 return
-            except InstanceDiedError as death:
-                log.warning("request %s moves on: %s", request.request_id, death)
+            except UnavailableError as gone:
+                self._move_on(journey, chosen.decode, gone)
                 if prefill is not None:
                     await prefill  # whoever decodes it now finds its blocks
             finally:
@@ -210,6 +212,19 @@ class Router:
                     await asyncio.gather(prefill, return_exceptions=True)
                 if journey.prefill_instance is not None:
                     await self._close_handoff(request.request_id)
+
+    def _move_on(self, journey: _Journey, left: InstanceId, gone: UnavailableError) -> None:
+        """Let a request be routed again; raise what ended its leg where nobody else can take it."""
+        if not isinstance(gone, InstanceDiedError):
+            # There it may be in flight still, so that it would be refused under its own id.
+            journey.not_at.add(left)
+            if "decode" not in self._roles(journey).values():
+                raise gone
+        log.warning("request %s moves on: %s", journey.request.request_id, gone)
+
+    def _roles(self, journey: _Journey) -> dict[InstanceId, Role]:
+        """Return the live instances that a request may be sent to, and what each is for."""
+        return {i: r for i, r in self._legs.roles().items() if i not in journey.not_at}
 
     async def _decode(
         self, journey: _Journey, instance_id: InstanceId, prefill: asyncio.Task[None] | None
@@ -230,11 +245,12 @@ class Router:
                         await asyncio.wait({prefill}, timeout=PREFILL_NEWS_S)
                     yield journey.served(output.finished, instance_id)
 
-    async def _route(self, request: EngineRequest) -> Route:
+    async def _route(self, journey: _Journey) -> Route:
         """Choose by prefix and load; by load alone, and without a prefill, if nobody can say."""
+        request = journey.request
         hashes = self._hashes(request)
         located = await self._locate(request.request_id, hashes)
-        roles = self._legs.roles()
+        roles = self._roles(journey)
         if located is None:
             held, avoid = {}, set[InstanceId]()
             roles = {i: role for i, role in roles.items() if role == "decode"}

@@ -23,7 +23,12 @@ from kvferry.cluster.serving.endings import Endings
 from kvferry.cluster.serving.followers import Followers
 from kvferry.cluster.serving.limits import Limits
 from kvferry.cluster.serving.load_orders import LoadOrder, load_order
-from kvferry.cluster.serving.requests import EngineRequest, FinishReason, Output
+from kvferry.cluster.serving.requests import (
+    NOTHING_NEEDED,
+    EngineRequest,
+    FinishReason,
+    Output,
+)
 from kvferry.cluster.serving.sequence import Run, WrittenBlock
 from kvferry.cluster.serving.sequence import Sequence as RequestSequence
 from kvferry.proto.ids import (
@@ -100,7 +105,7 @@ class Scheduler:
         reason = sequence.end_reason(self._eos)
         if reason is not None:
             # It came with its last token: its engine died before telling the end.
-            self._outputs.append(sequence.ended(reason))
+            self._outputs.append(sequence.ended(reason, NOTHING_NEEDED))
             return
         if request.follows_prefill:
             self._followers.add(sequence)

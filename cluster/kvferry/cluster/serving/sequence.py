@@ -255,11 +255,11 @@ class Sequence:
             computed_tokens=self._origins["computed"],
         )
 
-    def ended(self, reason: FinishReason) -> Output:
-        """Return the news that it has ended here."""
+    def ended(self, reason: FinishReason, accounting: Accounting | None = None) -> Output:
+        """Return the news that it has ended here, with its own accounting or another."""
         finished = Finished(
             reason=reason,
-            accounting=self.accounting(),
+            accounting=accounting or self.accounting(),
             pulled_bytes=self.pulled_bytes,
             preemptions=self.preemptions,
             ahead_tokens=self.ahead_tokens,

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvferry.cluster.serving.legs import EngineLink
 from kvferry.proto.errors import InstanceDrainedError, KvferryError
@@ -28,6 +29,10 @@ StartAgain = Callable[[InstanceId, threading.Event], EngineLink]
 
 Blocks, and gives up soon after the event has been set. Raises whatever went wrong.
 """
+
+Leave = Callable[[InstanceId], bool]
+"""Ends what is left of a drained life and gives its place back; tells whether the next one is to
+start elsewhere, as its node is being taken away. Blocks."""
 
 Join = Callable[[InstanceId, EngineLink], None]
 """Lets requests be sent to an instance; called in the event loop."""
@@ -63,25 +68,34 @@ class Supervisor:
 
     Args:
         start_again: makes the next life; called in a thread of its own.
-        join: is given it.
+        leave: ends what was drained; called in a thread of its own.
+        join: is given the next life.
     """
 
-    def __init__(self, start_again: StartAgain, join: Join) -> None:
+    def __init__(self, start_again: StartAgain, leave: Leave, join: Join) -> None:
         self._start_again = start_again
+        self._leave = leave
         self._join = join
         self._attempts: dict[InstanceId, Attempts] = {}
         self._tasks: dict[InstanceId, asyncio.Task[None]] = {}
+        self._drained: set[InstanceId] = set()
         self._closing = threading.Event()
 
     def died(self, instance_id: InstanceId, error: KvferryError) -> None:
-        """Bring an instance back, unless that is under way already, or it was drained."""
-        if self._closing.is_set() or instance_id in self._tasks:
+        """Bring an instance back, unless that is under way already.
+
+        One that was drained comes back only if its node is being taken away.
+        """
+        if self._closing.is_set() or instance_id in self._tasks or instance_id in self._drained:
             return
         if isinstance(error, InstanceDrainedError):
-            log.warning("instance %s is not started again: %s", instance_id, error)
-            return
-        log.warning("instance %s is started again: %s", instance_id, error)
-        self._tasks[instance_id] = asyncio.create_task(self._bring_back(instance_id))
+            # Other routers hear of the end of its processes only later.
+            self._drained.add(instance_id)
+            work = self._after_drain(instance_id, error)
+        else:
+            log.warning("instance %s is started again: %s", instance_id, error)
+            work = self._bring_back(instance_id)
+        self._tasks[instance_id] = asyncio.create_task(work)
 
     async def close(self) -> None:
         """Bring nobody back any more, and wait until that is so."""
@@ -90,6 +104,19 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _after_drain(self, instance_id: InstanceId, error: KvferryError) -> None:
+        try:
+            belongs_elsewhere = await _in_thread(lambda: self._leave(instance_id))
+        except Exception as unknown:  # Ray's errors are many, and without it nothing is lost
+            log.warning("the place of instance %s is not given back: %s", instance_id, unknown)
+            belongs_elsewhere = False
+        if not belongs_elsewhere:
+            log.warning("instance %s is not started again: %s", instance_id, error)
+            del self._tasks[instance_id]
+            return
+        log.warning("instance %s is started again elsewhere: %s", instance_id, error)
+        await self._bring_back(instance_id)
 
     async def _bring_back(self, instance_id: InstanceId) -> None:
         attempts = self._attempts.setdefault(instance_id, Attempts())
@@ -111,11 +138,15 @@ class Supervisor:
             log.warning("instance %s is back", instance_id)
             # From here on its next death may be reported.
             del self._tasks[instance_id]
+            self._drained.discard(instance_id)
             self._join(instance_id, link)
             return
 
 
-async def _in_thread(work: Callable[[], EngineLink]) -> EngineLink:
+_T = TypeVar("_T")
+
+
+async def _in_thread(work: Callable[[], _T]) -> _T:
     """Return what `work` does, also after this task was cancelled: it must not go on alone."""
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
