@@ -26,7 +26,7 @@ from kvferry.cluster.progress import Progress, stderr_progress
 from kvferry.coordinator.leases import require_ttl
 from kvferry.proto.credentials import DEFAULT_SERVER_NAME
 from kvferry.proto.drain_messages import Drain, Drained
-from kvferry.proto.errors import DeadlineError, KvferryError
+from kvferry.proto.errors import DeadlineError, KvferryError, RestoringError
 from kvferry.proto.ids import InstanceId
 from kvferry.proto.messages import expect
 
@@ -88,8 +88,8 @@ def until_over(coordinator: CoordinatorPort, command: Drain, progress: Progress)
         KvferryError: it was refused.
     """
     end_s = time.monotonic() + command.deadline_s + GRACE_S
+    told = _begin(coordinator, command, progress)
     # Only the life that was there at the beginning is meant.
-    told = expect(coordinator.call(command, timeout_s=TIMEOUT_S), Drained)
     command, last = replace(command, incarnation=told.incarnation), ""
     while not told.is_over:
         if time.monotonic() > end_s:
@@ -113,6 +113,27 @@ def until_over(coordinator: CoordinatorPort, command: Drain, progress: Progress)
                 raise
             progress(f"asking again: {error}")
     return told
+
+
+def _begin(coordinator: CoordinatorPort, command: Drain, progress: Progress) -> Drained:
+    """Begin a drain; who is coming back is waited for until the deadline.
+
+    Raises:
+        RestoringError: it was still coming back then.
+        KvferryError: it was refused.
+    """
+    end_s, last = time.monotonic() + command.deadline_s, ""
+    while True:
+        try:
+            return expect(coordinator.call(command, timeout_s=TIMEOUT_S), Drained)
+        except RestoringError as error:
+            if time.monotonic() > end_s:
+                raise
+            line = f"waiting: {error}"
+        if line != last:
+            progress(line)
+        last = line
+        time.sleep(POLL_S)
 
 
 def to_json(over: Drained) -> dict[str, Any]:

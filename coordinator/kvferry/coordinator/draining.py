@@ -9,7 +9,7 @@ from kvferry.coordinator.moves import Draining, Tally
 from kvferry.coordinator.moving import moves_from, num_wanted
 from kvferry.coordinator.state import ServiceState
 from kvferry.proto.drain_messages import Drain, Drained, Moved
-from kvferry.proto.errors import BusyError, DrainedError, StaleError
+from kvferry.proto.errors import BusyError, DrainedError, RestoringError, StaleError
 from kvferry.proto.messages import InstanceInfo
 
 
@@ -20,6 +20,7 @@ def drain(state: ServiceState, command: Drain, now: float) -> Drained:
         BadInputError: the deadline is not a positive number of seconds.
         NotFoundError: no such instance.
         StaleError: another life of it was meant.
+        RestoringError: it comes back, and what it has not told yet would be dropped.
 
     """
     require_ttl("deadline_s", command.deadline_s)
@@ -37,6 +38,7 @@ def drain(state: ServiceState, command: Drain, now: float) -> Drained:
         )
     deadline_s = now + command.deadline_s
     if instance.draining is None:
+        _require_all_told(instance)
         _begin(state, instance, deadline_s, now)
     draining = _draining(instance)
     draining.deadline_s = min(draining.deadline_s, deadline_s)
@@ -99,6 +101,14 @@ def require_not_drained(state: ServiceState, info: InstanceInfo) -> None:
             f"{info.instance_id} was drained",
             given=info.incarnation,
             allowed=f"an incarnation above {over.incarnation}",
+        )
+
+
+def _require_all_told(instance: Instance) -> None:
+    if instance.returning_as is not None:
+        raise RestoringError(
+            "an instance can be drained once it has told all that it holds",
+            given=instance.info.instance_id,
         )
 
 

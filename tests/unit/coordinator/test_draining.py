@@ -20,8 +20,16 @@ from tests.unit.coordinator.fleet import (
     runs,
     wrote,
 )
+from tests.unit.coordinator.returning import come_back
 
-from kvferry.proto.errors import BadInputError, BusyError, DrainedError, NotFoundError, StaleError
+from kvferry.proto.errors import (
+    BadInputError,
+    BusyError,
+    DrainedError,
+    NotFoundError,
+    RestoringError,
+    StaleError,
+)
 from kvferry.proto.ids import Incarnation
 from kvferry.proto.messages import Locate, Located
 
@@ -161,3 +169,19 @@ def test_what_its_last_requests_leave_moves_too_when_they_have_ended() -> None:
     tick(fleet)
     over = drain(fleet, "a")
     assert (over.is_over, over.num_dropped, over.moved[0].num_blocks) == (True, 0, 3)
+
+
+def test_who_comes_back_cannot_be_drained_before_it_has_told_all_that_it_holds() -> None:
+    fleet = fleet_of("a", "b")
+    fleet.cache("a", "ab")
+    before = fleet.restart()
+    fleet.register("b", 20)
+    commands = come_back(fleet, before, "a")
+    fleet.send(next(commands))
+    with pytest.raises(RestoringError, match="told all"):
+        drain(fleet, "a")
+    assert state_of(fleet, "a") == "returning"
+    for command in commands:
+        fleet.send(command)
+    assert drain(fleet, "a").num_cached_blocks == 2
+    assert [move.hashes for move in move_all(fleet, "b")] == [chain("ab")]
