@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from kvferry.coordinator.drain_plan import plan_some
+from kvferry.coordinator.drain_plan import is_planned, plan_some
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.leases import require_ttl
 from kvferry.coordinator.moves import Draining, Tally
@@ -60,7 +60,7 @@ def end_drains(state: ServiceState, now: float) -> bool:
         # Peers let it be planned when they ask; there may be none.
         plan_some(state, instance, _draining(instance))
         is_late = _draining(instance).deadline_s <= now
-        if not is_late and (not _is_empty(state, instance) or _list_what_is_new(instance)):
+        if not is_late and not _is_empty(state, instance):
             continue
         instance_id = instance.info.instance_id
         report = _report(state, instance, now, is_over=True)
@@ -118,23 +118,11 @@ def _begin(state: ServiceState, instance: Instance, deadline_s: float, now: floa
     instance.draining = Draining(
         deadline_s=deadline_s,
         num_cached_blocks=pool.num_cached_blocks,
-        num_listed_blocks=pool.num_cached_blocks,
         left=deque(pool.hottest_first()),
         tally=Tally(purpose="drained", started_s=now),
     )
     state.draining[instance.info.instance_id] = instance
     state.note("drain_began", f"{instance.info.instance_id}: {pool.num_cached_blocks} blocks")
-
-
-def _list_what_is_new(instance: Instance) -> bool:
-    """List again what an instance holds if its last requests have left more; tell whether so."""
-    pool, draining = instance.manager.pool, _draining(instance)
-    if pool.num_cached_blocks == draining.num_listed_blocks:
-        return False
-    draining.num_listed_blocks = pool.num_cached_blocks
-    draining.num_elsewhere = 0
-    draining.left = deque(pool.hottest_first())
-    return True
 
 
 def _draining(instance: Instance) -> Draining:
@@ -146,7 +134,7 @@ def _is_empty(state: ServiceState, instance: Instance) -> bool:
     """Tell whether all that can move has moved, and nobody uses what is left."""
     instance_id = instance.info.instance_id
     return not (
-        _draining(instance).left
+        not is_planned(state, instance, _draining(instance))
         or instance.requests
         or instance.followers
         or instance.reservations

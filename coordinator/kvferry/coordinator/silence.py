@@ -47,6 +47,11 @@ class Silence:
         self._due_s = min(self._due_s, self._listened_s + self.suspect_after_s)
         return was_suspect
 
+    @property
+    def is_young(self) -> bool:
+        """Tell whether a member may live that was not heard since the beginning."""
+        return self._listened_s < self.dead_after_s
+
     def of(self, instance: Instance) -> float:
         """Return for how many seconds a member has not been heard."""
         return self._listened_s - instance.heard_s

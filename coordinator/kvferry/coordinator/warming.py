@@ -2,10 +2,11 @@
 
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from heapq import nlargest
 from itertools import islice
 
-from kvferry.coordinator.chains import groups_that_hold, holds, parent_of, peers_of
+from kvferry.coordinator.chains import groups_that_hold, holds, path_to, peers_of
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.moves import Tally, Warming
 from kvferry.coordinator.state import ServiceState
@@ -56,7 +57,8 @@ def warm_some(state: ServiceState, taker: Instance, warming: Warming) -> None:
         source = state.instances.get(source_id)
         if source is None or source.is_suspect:
             continue
-        path = _path(source, taker, warming, block_hash)
+        has = partial(_is_coming, source, taker, warming)
+        path = path_to(source, block_hash, has, warming.room)
         num_blocks = sum(len(groups_that_hold(source, one)) for one in path)
         if num_blocks > warming.room:
             continue
@@ -100,19 +102,8 @@ def _in_turn(
                 yield instance_id, hashes[index]
 
 
-def _path(
-    source: Instance, taker: Instance, warming: Warming, block_hash: BlockHash
-) -> list[BlockHash]:
-    """Return what the taker lacks of the chain up to a block, in order.
-
-    No longer than there is room for and one more.
-    """
-    path: list[BlockHash] = []
-    one: BlockHash | None = block_hash
-    while one is not None and one not in warming.planned and len(path) <= warming.room:
-        if holds(taker, one, groups_that_hold(source, one)):
-            break
-        path.append(one)
-        one = parent_of(source, one)
-    path.reverse()
-    return path
+def _is_coming(source: Instance, taker: Instance, warming: Warming, block_hash: BlockHash) -> bool:
+    """Tell whether a taker has all of a hash that the source has, or is going to."""
+    if block_hash in warming.planned:
+        return True
+    return holds(taker, block_hash, groups_that_hold(source, block_hash))
