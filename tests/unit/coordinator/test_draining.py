@@ -66,7 +66,7 @@ def test_what_only_the_drained_instance_holds_comes_to_a_peer_and_the_instance_g
 
 
 def test_a_lost_move_delays_the_end_until_its_lease_is_over() -> None:
-    fleet = fleet_of("a", "b", suspect_after_s=1e6, dead_after_s=1e6)
+    fleet = fleet_of("a", "b", suspect_after_s=1e6, dead_after_s=2e6)
     fleet.cache("a", "ab")
     drain(fleet, "a")
     (move,) = moves_of(fleet, "b")
