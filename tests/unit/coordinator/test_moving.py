@@ -1,5 +1,6 @@
 """What of an instance that goes comes to which peer, in which order, and how a move ends."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,15 +168,29 @@ def test_only_peers_with_blocks_of_the_same_size_take_any(changes: dict[str, Any
     assert len(moves_of(fleet, "b")) == (0 if changes else 1)
 
 
-def test_a_store_hears_of_its_moves_in_its_heartbeat() -> None:
+def test_a_store_hears_of_its_moves_in_its_heartbeat_until_they_have_ended() -> None:
     fleet = fleet_of("a")
     fleet.register("s", 20, role="store", max_model_len=0)
     fleet.cache("a", "ab")
     drain(fleet, "a")
     (move,) = fleet.beat("s").moves
-    assert fleet.beat("s").moves == ()
+    fleet.now += 1.0
+    # The first answer may have been lost.
+    assert fleet.beat("s").moves == (replace(move, ttl_s=move.ttl_s - 1.0),)
+    assert fleet.num_free("s") == 17
     assert fleet.end_reservation("s", move.reservation_id, 2)
     assert fleet.locate("ab")["s"] == 2
+    assert fleet.beat("s").moves == ()
+
+
+def test_a_move_whose_source_is_not_leased_any_more_is_not_said_again() -> None:
+    fleet = fleet_of("a", suspect_after_s=1e6, dead_after_s=2e6)
+    fleet.register("s", 20, role="store", max_model_len=0)
+    fleet.cache("a", "ab")
+    drain(fleet, "a", deadline_s=100.0)
+    (move,) = fleet.beat("s").moves
+    fleet.now += move.ttl_s
+    assert fleet.beat("s").moves == ()
 
 
 def test_a_reset_fences_what_is_moved_into_a_store() -> None:
