@@ -104,14 +104,18 @@ class _Plan:
         return True
 
     def _candidates(self, block_hash: BlockHash) -> set[InstanceId]:
-        """Return those with room that have what is before a block; all with room if nobody has."""
+        """Return those with room that have what is before a block; all with room if nobody has.
+
+        Those to which it did not come are the last to be asked.
+        """
         drain = self._drain
         with_room = {instance_id for instance_id in self._peers if drain.rooms[instance_id] > 0}
+        untried = with_room.difference(drain.failed.get(block_hash, ()))
         before = parent_of(self._source, block_hash)
         if before is None:
-            return {drain.last} if drain.last in with_room else with_room
+            return {drain.last} if drain.last in untried else untried or with_room
         having = {*self._holders(before), *drain.planned.get(before, ())}
-        return having & with_room or with_room
+        return having & untried or untried or having & with_room or with_room
 
     def _has(self, peer: Instance, block_hash: BlockHash) -> bool:
         """Tell whether a peer has all of a hash that the source has, or is going to."""

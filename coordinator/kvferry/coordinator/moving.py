@@ -70,6 +70,10 @@ def end_move(state: ServiceState, taker: Instance, reservation: Reservation, num
     state.counters[f"{move.tally.purpose}_blocks"] += num_kept
     state.counters[f"{move.tally.purpose}_bytes"] += num_kept * block_bytes
     state.counters["failed_moves"] += num_kept < len(reservation.hashes)
+    source = state.instances.get(move.source)
+    draining = None if source is None else source.draining
+    if draining is not None and draining.tally is move.tally:
+        draining.fail(taker.info.instance_id, reservation.hashes[num_kept:])
 
 
 def num_wanted(state: ServiceState, source: Instance) -> int:

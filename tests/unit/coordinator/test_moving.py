@@ -122,16 +122,49 @@ def test_a_running_request_waits_for_moves_instead_of_being_preempted() -> None:
     assert len(reply.scheduled) == 1
 
 
-def test_a_move_that_brought_a_part_leaves_the_rest_behind() -> None:
+def test_what_a_move_did_not_bring_is_moved_again_twice_and_then_left_behind() -> None:
     fleet = fleet_of("a", "b")
     fleet.cache("a", "abcd")
     drain(fleet, "a")
     (move,) = moves_of(fleet, "b")
-    assert end(fleet, "b", move, num_written=3) == ()
+    (second,) = end(fleet, "b", move, num_written=3)
+    assert second.hashes == chain("abcd")[3:]
+    (third,) = end(fleet, "b", second, num_written=0)
+    assert third.hashes == chain("abcd")[3:]
+    tick(fleet)
+    assert drain(fleet, "a").num_waiting == 1
+    assert end(fleet, "b", third, num_written=0) == ()
     tick(fleet)
     over = drain(fleet, "a")
     assert (over.is_over, over.num_dropped, over.moved[0].num_blocks) == (True, 1, 3)
-    assert fleet.describe().counters["failed_moves"] == 1
+    assert fleet.describe().counters["failed_moves"] == 3
+
+
+def test_what_did_not_come_to_one_peer_goes_to_another_with_the_chain_before_it() -> None:
+    fleet = fleet_of("a", "b", "c")
+    fleet.cache("a", "abc")
+    drain(fleet, "a")
+    (move,) = moves_of(fleet, "b")
+    assert move.hashes == chain("abc")
+    assert end(fleet, "b", move, num_written=2) == ()
+    (again,) = moves_of(fleet, "c")
+    assert again.hashes == chain("abc")
+    end(fleet, "c", again)
+    tick(fleet)
+    assert drain(fleet, "a").num_dropped == 0
+
+
+def test_a_group_of_a_hybrid_that_did_not_come_is_moved_again() -> None:
+    fleet = fleet_of("a", "b", num_blocks=60, identity=HYBRID)
+    fleet.cache("a", "abcdef")
+    drain(fleet, "a")
+    first, *moves = moves_of(fleet, "b")
+    moves += end(fleet, "b", first, num_written=0)
+    while moves:
+        moves += end(fleet, "b", moves.pop(0))
+    assert fleet.locate("abcdef")["b"] == 6
+    tick(fleet)
+    assert drain(fleet, "a").num_dropped == 0
 
 
 def test_the_end_of_more_than_was_moved_is_refused_and_changes_nothing() -> None:
