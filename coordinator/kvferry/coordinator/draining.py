@@ -12,6 +12,10 @@ from kvferry.proto.drain_messages import Drain, Drained, Moved
 from kvferry.proto.errors import BusyError, DrainedError, RestoringError, StaleError
 from kvferry.proto.messages import InstanceInfo
 
+# Who waits for the end of a drain asks every 0.2 s, and who was drained hears of it when it is next
+# heard, within seconds as long as it lives.
+_REMEMBERED_DRAINS = 1024
+
 
 def drain(state: ServiceState, command: Drain, now: float) -> Drained:
     """Begin a drain, or tell how far it is.
@@ -64,7 +68,10 @@ def end_drains(state: ServiceState, now: float) -> bool:
             continue
         instance_id = instance.info.instance_id
         report = _report(state, instance, now, is_over=True)
+        state.drained.pop(instance_id, None)
         state.drained[instance_id] = report
+        if len(state.drained) > _REMEMBERED_DRAINS:
+            del state.drained[next(iter(state.drained))]
         state.remove_instance(instance_id)
         state.counters["drains"] += 1
         num_moved = sum(moved.num_blocks for moved in report.moved)

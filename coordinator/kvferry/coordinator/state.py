@@ -68,7 +68,7 @@ class ServiceState:
         self.resets = Counter(resets)
         self.handoffs: dict[RequestId, Handoff] = {}
         self.draining: dict[InstanceId, Instance] = {}
-        # How the last drain of each instance ended; that life of it does not come back.
+        # How the last drain of each instance ended, the oldest first; that life does not come back.
         self.drained: dict[InstanceId, Drained] = {}
         # No reservation can have expired before this moment.
         self.earliest_reservation_s = math.inf

@@ -24,6 +24,7 @@ from tests.unit.coordinator.fleet import (
 )
 from tests.unit.coordinator.returning import come_back, requests_command
 
+from kvferry.coordinator import draining
 from kvferry.proto.errors import (
     BadInputError,
     BusyError,
@@ -311,3 +312,19 @@ def test_what_peers_hold_in_every_group_counts_once_for_each_block() -> None:
     begun = drain(fleet, "a")
     tick(fleet)
     assert (drain(fleet, "a").num_elsewhere, begun.num_cached_blocks) == (24, 24)
+
+
+def test_only_the_last_drains_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draining, "_REMEMBERED_DRAINS", 2)
+    fleet = fleet_of("a", "b", "c")
+    for name in "abc":
+        drain(fleet, name)
+        tick(fleet)
+    fleet.enter(info("c", 20, incarnation=2))
+    drain(fleet, "c")
+    tick(fleet)
+    assert list(fleet.service.state.drained) == ["b", "c"]
+    with pytest.raises(NotFoundError, match="unknown instance"):
+        drain(fleet, "a")
+    assert drain(fleet, "b").is_over
+    assert drain(fleet, "c").incarnation == 2
