@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvferry.proto.errors import KvferryError, UnavailableError, class_named
+from kvferry.proto.errors import KvferryError, class_named
 from kvferry.proto.ids import BlockHash, GroupId, LeaseId
 from kvferry.proto.placement import shape_of
 from kvferry.proto.step_messages import MAX_MOVES, Move
@@ -56,41 +56,38 @@ class StoreMoves:
         self._reserver = reserver
         self._on_end = on_end
         self._cancel = threading.Event()
-        # Nothing is begun once `stop` was called.
+        # Held while a move is begun: none begins after `stop`.
         self._lock = threading.Lock()
         self._known: set[LeaseId] = set()
         self._threads = ThreadPoolExecutor(MAX_MOVES, thread_name_prefix="kvferry-move")
 
     def begin(self, moves: Collection[Move]) -> None:
-        """Carry these out in the background, unless they were begun before.
+        """Carry these out in the background, unless they were begun before; nothing after `stop`.
 
         Args:
             moves: all that the coordinator takes to be in flight, which it says again and again.
 
         Raises:
-            UnavailableError: the store is being stopped, or has to come back first, and will hear
-                of others then.
+            UnavailableError: the store has to come back first, and will hear of others then.
         """
         # What is not said any more has ended there, and is never said again.
         self._known &= {move.reservation_id for move in moves}
         for move in moves:
-            if move.reservation_id not in self._known:
-                self._begin(move)
-                self._known.add(move.reservation_id)
+            if move.reservation_id in self._known:
+                continue
+            with self._lock:
+                if self._cancel.is_set():
+                    return
+                # From here on the store does not come back before the move has ended.
+                self._reserver.adopt()
+                self._threads.submit(self._carry_out, move)
+            self._known.add(move.reservation_id)
 
     def stop(self) -> None:
         """Let those under way end soon, and begin nothing more; returns at once."""
         with self._lock:
             self._cancel.set()
-            self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _begin(self, move: Move) -> None:
-        with self._lock:
-            if self._cancel.is_set():
-                raise UnavailableError("the store is being stopped, and moves nothing more")
-            # From here on the store does not come back before the move has ended.
-            self._reserver.adopt()
-            self._threads.submit(self._carry_out, move)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _carry_out(self, move: Move) -> None:
         try:
