@@ -59,7 +59,7 @@ class TakingStore:
             registry=ProcessRegistry(),
             # The store has no heartbeat.
             suspect_after_s=600.0,
-            dead_after_s=600.0,
+            dead_after_s=1200.0,
             check_invariants=True,
         )
         self.coordinator.start()

@@ -65,7 +65,7 @@ def running_client_service(
         scheme=scheme,
         registry=ProcessRegistry(),
         suspect_after_s=600.0,
-        dead_after_s=600.0,
+        dead_after_s=1200.0,
         check_invariants=True,
     )
     coordinator.start()

@@ -134,7 +134,7 @@ def test_moves_from_a_source_that_does_not_answer_leave_nothing_behind(
     a.worker.stop()
     over = drain_to_its_end(service, a)
     assert (over.moved, over.num_dropped) == ((), 8)
-    assert service.counter("failed_moves") == 1
+    assert service.counter("failed_moves") == 3
     assert serve(b, "b", tokens) == (0, 0)
     service.require_nothing_held()
 

@@ -111,3 +111,13 @@ def test_a_request_that_is_late_has_failed_and_was_not_given_up() -> None:
     outcomes, told = one_request(fail)
     assert (outcomes.num_given_up, outcomes.failures) == (0, ["r1: DeadlineError: late"])
     assert (told, outcomes.in_flight) == ([], set())
+
+
+def test_a_request_that_meets_a_broken_kvferry_is_told_and_has_not_just_failed() -> None:
+    error = InvariantError("a handoff ended twice")
+
+    def fail(_: EngineRequest) -> Served:
+        raise error
+
+    outcomes, told = one_request(fail)
+    assert (outcomes.failures, told) == ([], [error])

@@ -26,7 +26,7 @@ from kvferry.cluster.progress import Progress, stderr_progress
 from kvferry.coordinator.leases import require_ttl
 from kvferry.proto.credentials import DEFAULT_SERVER_NAME
 from kvferry.proto.drain_messages import Drain, Drained
-from kvferry.proto.errors import DeadlineError, KvferryError, NotFoundError
+from kvferry.proto.errors import DeadlineError, KvferryError, NotFoundError, RestoringError
 from kvferry.proto.ids import InstanceId
 from kvferry.proto.messages import expect
 
@@ -94,8 +94,8 @@ def until_over(coordinator: CoordinatorPort, command: Drain, progress: Progress)
         KvferryError: it was refused.
     """
     deadline_s = time.monotonic() + command.deadline_s
+    told = _begin(coordinator, command, progress)
     # Only the life that was there at the beginning is meant.
-    told = expect(coordinator.call(command, timeout_s=TIMEOUT_S), Drained)
     command, last = replace(command, incarnation=told.incarnation), _how_far(told)
     progress(last)
     while not told.is_over:
@@ -120,6 +120,29 @@ def until_over(coordinator: CoordinatorPort, command: Drain, progress: Progress)
             progress(line)
         last = line
     return told
+
+
+def _begin(coordinator: CoordinatorPort, command: Drain, progress: Progress) -> Drained:
+    """Begin a drain; who is coming back is waited for until the deadline.
+
+    Raises:
+        RestoringError: it was still coming back then.
+        KvferryError: it was refused.
+    """
+    end_s, last = time.monotonic() + command.deadline_s, ""
+    while True:
+        left_s = end_s - time.monotonic()
+        try:
+            now = replace(command, deadline_s=max(left_s, LEAST_S))
+            return expect(coordinator.call(now, timeout_s=TIMEOUT_S), Drained)
+        except RestoringError as error:
+            if left_s < 0:
+                raise
+            line = f"waiting: {error}"
+        if line != last:
+            progress(line)
+        last = line
+        time.sleep(POLL_S)
 
 
 def _how_far(told: Drained) -> str:

@@ -4,6 +4,8 @@ Decides which block is evicted next; knows nothing of requests.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import compress, repeat
+from operator import is_
 
 from kvferry.coordinator.block_hashes import BlockHashes
 from kvferry.coordinator.block_sampling import BlockSampler
@@ -120,7 +122,8 @@ class BlockPool:
         What is free comes after what is before it in its chain. The pool must not change meanwhile.
         """
         states, carried = self._states, self._hashes.carried
-        owned = (held for held, state in zip(carried, states, strict=True) if type(state) is int)
+        # Of a million blocks, without a line of Python for each.
+        owned = compress(carried, map(is_, map(type, states), repeat(int)))
         yield from filter(None, owned)
         yield from filter(None, map(carried.__getitem__, self._free.newest_first()))
 

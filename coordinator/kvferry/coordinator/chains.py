@@ -1,22 +1,27 @@
 """What instances have of the hash chain, block by block, and who can take blocks of whom."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.state import ServiceState
 from kvferry.proto.ids import BlockHash, GroupId
 
 
-def peers_of(state: ServiceState, instance: Instance) -> list[Instance]:
-    """Return the live others of an identity whose blocks cover as many tokens."""
+def takers_of(state: ServiceState, instance: Instance) -> list[Instance]:
+    """Return the others of an identity whose blocks cover as many tokens, unless they go, too."""
     return [
         peer
         for peer in state.instances.values()
         if peer is not instance
-        and peer.state == "live"
+        and peer.draining is None
         and peer.identity_digest == instance.identity_digest
         and peer.hashes_per_block == instance.hashes_per_block
     ]
+
+
+def peers_of(state: ServiceState, instance: Instance) -> list[Instance]:
+    """Return those of them that are live."""
+    return [peer for peer in takers_of(state, instance) if peer.state == "live"]
 
 
 def groups_that_hold(instance: Instance, block_hash: BlockHash) -> list[GroupId]:
@@ -40,3 +45,19 @@ def parent_of(instance: Instance, block_hash: BlockHash) -> BlockHash | None:
         if block is not None and (before := pool.parent_of(block)) is not None:
             return before
     return None
+
+
+def path_to(
+    source: Instance, block_hash: BlockHash, has: Callable[[BlockHash], bool], room: int
+) -> list[BlockHash]:
+    """Return the chain up to a block, in order, from behind what somebody `has` of it.
+
+    No longer than there is room for and one more.
+    """
+    path: list[BlockHash] = []
+    one: BlockHash | None = block_hash
+    while one is not None and len(path) <= room and not has(one):
+        path.append(one)
+        one = parent_of(source, one)
+    path.reverse()
+    return path

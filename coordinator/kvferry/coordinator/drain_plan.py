@@ -7,8 +7,9 @@ nothing, and at most a part of its coldest ones.
 
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 
-from kvferry.coordinator.chains import groups_that_hold, holds, parent_of, peers_of
+from kvferry.coordinator.chains import groups_that_hold, holds, parent_of, path_to, takers_of
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.moves import Draining
 from kvferry.coordinator.state import ServiceState
@@ -24,10 +25,26 @@ _FORGETS = 4
 def plan_some(state: ServiceState, source: Instance, drain: Draining) -> None:
     """Look at some more of what an instance holds, and let peers want what only it has."""
     plan = _Plan(state, source, drain)
-    if not any(drain.rooms.values()):
+    if not plan.has_room:
+        drain.unplaced.extend(drain.left)
         drain.left.clear()
     for _ in range(min(_SLICE, len(drain.left))):
         plan.look_at(drain.left.popleft())
+
+
+def is_planned(state: ServiceState, source: Instance, drain: Draining) -> bool:
+    """Tell whether all has been looked at, and what fits nowhere waits for nobody.
+
+    A suspect, and one that comes back, may be there again soon, or is gone for good then. Whom a
+    coordinator that was restarted has not heard yet it does not know.
+    """
+    if drain.left:
+        return False
+    if not drain.unplaced:
+        return True
+    if state.epoch > 1 and state.silence.is_young:
+        return False
+    return all(peer.state == "live" for peer in takers_of(state, source))
 
 
 class _Plan:
@@ -37,31 +54,31 @@ class _Plan:
         self._state = state
         self._source = source
         self._drain = drain
-        self._peers = {peer.info.instance_id: peer for peer in peers_of(state, source)}
-        for instance_id in drain.rooms.keys() - self._peers.keys():
-            self._forget(instance_id)
+        takers = {peer.info.instance_id: peer for peer in takers_of(state, source)}
+        for instance_id in drain.rooms.keys() - takers.keys():
+            drain.forget(instance_id)
+        self._peers = {name: peer for name, peer in takers.items() if peer.state == "live"}
+        if self._peers.keys() - drain.live:
+            drain.left.extend(drain.unplaced)
+            drain.unplaced.clear()
+        drain.live = set(self._peers)
         for instance_id in self._peers.keys() - drain.rooms.keys():
             drain.rooms[instance_id] = _room(self._peers[instance_id])
 
+    @property
+    def has_room(self) -> bool:
+        """Tell whether any peer may get more."""
+        return any(self._drain.rooms[instance_id] > 0 for instance_id in self._peers)
+
     def look_at(self, block_hash: BlockHash) -> None:
         """Let a peer want a block that only the source has, unless it fits nowhere."""
-        num_copies = len(groups_that_hold(self._source, block_hash))
-        if block_hash in self._drain.planned:
+        drain = self._drain
+        if block_hash in drain.planned or not groups_that_hold(self._source, block_hash):
             return
         if any(True for _ in self._holders(block_hash)):
-            self._drain.num_elsewhere += num_copies
-        elif num_copies:
-            self._place(block_hash)
-
-    def _forget(self, instance_id: InstanceId) -> None:
-        """Plan again what was meant for a peer that is gone."""
-        drain = self._drain
-        del drain.rooms[instance_id]
-        for block_hash, whom in list(drain.planned.items()):
-            whom.discard(instance_id)
-            if not whom:
-                del drain.planned[block_hash]
-                drain.left.appendleft(block_hash)
+            drain.num_elsewhere += 1
+        elif not self._place(block_hash):
+            drain.unplaced.append(block_hash)
 
     def _holders(self, block_hash: BlockHash) -> Iterator[InstanceId]:
         """Yield the peers that have all of a hash that the source has."""
@@ -69,46 +86,36 @@ class _Plan:
         own = self._source.info.instance_id
         return filter(self._peers.__contains__, self._state.index.holders(own, block_hash, groups))
 
-    def _place(self, block_hash: BlockHash) -> None:
-        """Let the peer that must get least for a block have it; nobody if it fits nowhere."""
+    def _place(self, block_hash: BlockHash) -> bool:
+        """Let the peer that must get least for a block have it; tell whether it fits anywhere."""
         best: tuple[tuple[int, bool, int, InstanceId], list[BlockHash]] | None = None
         for instance_id in self._candidates(block_hash):
-            path = self._path(self._peers[instance_id], block_hash)
-            num_blocks = sum(len(groups_that_hold(self._source, one)) for one in path)
             room = self._drain.rooms[instance_id]
+            has = partial(self._has, self._peers[instance_id])
+            path = path_to(self._source, block_hash, has, room)
+            num_blocks = sum(len(groups_that_hold(self._source, one)) for one in path)
             rank = (num_blocks, instance_id != self._drain.last, -room, instance_id)
             if num_blocks <= room and (best is None or rank < best[0]):
                 best = rank, path
-        if best is not None:
-            (num_blocks, _, _, instance_id), path = best
-            self._give(instance_id, path, num_blocks)
+        if best is None:
+            return False
+        (num_blocks, _, _, instance_id), path = best
+        self._give(instance_id, path, num_blocks)
+        return True
 
     def _candidates(self, block_hash: BlockHash) -> set[InstanceId]:
-        """Return those with room that have what is before a block; all with room if nobody has."""
-        rooms, last = self._drain.rooms, self._drain.last
-        before = parent_of(self._source, block_hash)
-        if before is None and last is not None and rooms.get(last):
-            return {last}
-        having: set[InstanceId] = set()
-        if before is not None:
-            having.update(self._holders(before))
-            having |= self._drain.planned.get(before, set())
-        with_room = {instance_id for instance_id, room in rooms.items() if room > 0}
-        return having & with_room or with_room
+        """Return those with room that have what is before a block; all with room if nobody has.
 
-    def _path(self, peer: Instance, block_hash: BlockHash) -> list[BlockHash]:
-        """Return what a peer lacks of the chain up to a block, in order, as far as it is there.
-
-        No longer than there is room for and one more.
+        Those to which it did not come are the last to be asked.
         """
-        path: list[BlockHash] = [block_hash]
-        one = parent_of(self._source, block_hash)
-        room = self._drain.rooms[peer.info.instance_id]
-        while one is not None and len(path) <= room and not self._has(peer, one):
-            path.append(one)
-            one = parent_of(self._source, one)
-        path.reverse()
-        return path
+        drain = self._drain
+        with_room = {instance_id for instance_id in self._peers if drain.rooms[instance_id] > 0}
+        untried = with_room.difference(drain.failed.get(block_hash, ()))
+        before = parent_of(self._source, block_hash)
+        if before is None:
+            return {drain.last} if drain.last in untried else untried or with_room
+        having = {*self._holders(before), *drain.planned.get(before, ())}
+        return having & untried or untried or having & with_room or with_room
 
     def _has(self, peer: Instance, block_hash: BlockHash) -> bool:
         """Tell whether a peer has all of a hash that the source has, or is going to."""

@@ -2,15 +2,19 @@
 
 from collections import deque
 
-from kvferry.coordinator.drain_plan import plan_some
+from kvferry.coordinator.drain_plan import is_planned, plan_some
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.leases import require_ttl
 from kvferry.coordinator.moves import Draining, Tally
 from kvferry.coordinator.moving import moves_from, num_wanted
 from kvferry.coordinator.state import ServiceState
 from kvferry.proto.drain_messages import Drain, Drained, Moved
-from kvferry.proto.errors import BusyError, DrainedError, StaleError
+from kvferry.proto.errors import BusyError, DrainedError, RestoringError, StaleError
 from kvferry.proto.messages import InstanceInfo
+
+# Who waits for the end of a drain asks every 0.2 s, and who was drained hears of it when it is next
+# heard, within seconds as long as it lives.
+_REMEMBERED_DRAINS = 1024
 
 
 def drain(state: ServiceState, command: Drain, now: float) -> Drained:
@@ -20,6 +24,7 @@ def drain(state: ServiceState, command: Drain, now: float) -> Drained:
         BadInputError: the deadline is not a positive number of seconds.
         NotFoundError: no such instance.
         StaleError: another life of it was meant.
+        RestoringError: it comes back, and what it has not told yet would be dropped.
 
     """
     require_ttl("deadline_s", command.deadline_s)
@@ -37,6 +42,7 @@ def drain(state: ServiceState, command: Drain, now: float) -> Drained:
         )
     deadline_s = now + command.deadline_s
     if instance.draining is None:
+        _require_all_told(instance)
         _begin(state, instance, deadline_s, now)
     draining = _draining(instance)
     draining.deadline_s = min(draining.deadline_s, deadline_s)
@@ -58,11 +64,14 @@ def end_drains(state: ServiceState, now: float) -> bool:
         # Peers let it be planned when they ask; there may be none.
         plan_some(state, instance, _draining(instance))
         is_late = _draining(instance).deadline_s <= now
-        if not is_late and (not _is_empty(state, instance) or _list_what_is_new(instance)):
+        if not is_late and not _is_empty(state, instance):
             continue
         instance_id = instance.info.instance_id
         report = _report(state, instance, now, is_over=True)
+        state.drained.pop(instance_id, None)
         state.drained[instance_id] = report
+        if len(state.drained) > _REMEMBERED_DRAINS:
+            del state.drained[next(iter(state.drained))]
         state.remove_instance(instance_id)
         state.counters["drains"] += 1
         num_moved = sum(moved.num_blocks for moved in report.moved)
@@ -102,29 +111,25 @@ def require_not_drained(state: ServiceState, info: InstanceInfo) -> None:
         )
 
 
+def _require_all_told(instance: Instance) -> None:
+    if instance.returning_as is not None:
+        raise RestoringError(
+            "an instance can be drained once it has told all that it holds",
+            given=instance.info.instance_id,
+        )
+
+
 def _begin(state: ServiceState, instance: Instance, deadline_s: float, now: float) -> None:
     pool = instance.manager.pool
     instance.wanted, instance.warming = {}, None
     instance.draining = Draining(
         deadline_s=deadline_s,
         num_cached_blocks=pool.num_cached_blocks,
-        num_listed_blocks=pool.num_cached_blocks,
         left=deque(pool.hottest_first()),
         tally=Tally(purpose="drained", started_s=now),
     )
     state.draining[instance.info.instance_id] = instance
     state.note("drain_began", f"{instance.info.instance_id}: {pool.num_cached_blocks} blocks")
-
-
-def _list_what_is_new(instance: Instance) -> bool:
-    """List again what an instance holds if its last requests have left more; tell whether so."""
-    pool, draining = instance.manager.pool, _draining(instance)
-    if pool.num_cached_blocks == draining.num_listed_blocks:
-        return False
-    draining.num_listed_blocks = pool.num_cached_blocks
-    draining.num_elsewhere = 0
-    draining.left = deque(pool.hottest_first())
-    return True
 
 
 def _draining(instance: Instance) -> Draining:
@@ -136,7 +141,7 @@ def _is_empty(state: ServiceState, instance: Instance) -> bool:
     """Tell whether all that can move has moved, and nobody uses what is left."""
     instance_id = instance.info.instance_id
     return not (
-        _draining(instance).left
+        not is_planned(state, instance, _draining(instance))
         or instance.requests
         or instance.followers
         or instance.reservations

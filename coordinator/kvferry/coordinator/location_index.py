@@ -309,9 +309,14 @@ class LocationIndex:
     def holders(
         self, like: InstanceId, block_hash: BlockHash, group_ids: Iterable[GroupId]
     ) -> Iterator[InstanceId]:
-        """Yield who of a member's identity and size class has a hash in all groups."""
-        one = self._class_of[like]
-        masks = (one.groups[group_id].get(block_hash, 0) for group_id in group_ids)
+        """Yield who of a member's identity and size class has a hash in all groups.
+
+        Nobody is like an instance that is no member.
+        """
+        one = self._class_of.get(like)
+        if one is None:
+            return iter(())
+        masks = (one.groups.get(group_id, {}).get(block_hash, 0) for group_id in group_ids)
         return named(reduce(and_, masks, one.everyone), self._members)
 
     def num_only_at(self, instance_id: InstanceId) -> int:

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from kvferry.coordinator.drain_plan import plan_some
 from kvferry.coordinator.instances import Instance, Reservation
+from kvferry.coordinator.leases import Lease
 from kvferry.coordinator.moves import MoveInFlight, Tally
 from kvferry.coordinator.state import ServiceState
 from kvferry.coordinator.step_outcome import left_free
 from kvferry.coordinator.warming import end_warming, warm_some
 from kvferry.proto.errors import InvariantError
-from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, InstanceId
+from kvferry.proto.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, InstanceId, LeaseId
 from kvferry.proto.step_messages import MAX_MOVES, Move
 
 MAX_MOVE_BYTES = 64 << 20
@@ -49,10 +50,13 @@ def begin_moves(state: ServiceState, taker: Instance, now: float) -> tuple[Move,
 
 
 def moves_of_store(state: ServiceState, instance: Instance, now: float) -> tuple[Move, ...]:
-    """Begin what a store is to pull now; engines hear of theirs in their steps."""
+    """Return what a store is to pull now; engines hear of theirs in their steps.
+
+    What was begun is said again until it has ended, since the answer to a heartbeat may be lost.
+    """
     if instance.info.role != "store" or instance.returning_as is not None:
         return ()
-    return begin_moves(state, instance, now)
+    return (*_begun_moves(state, instance, now), *begin_moves(state, instance, now))
 
 
 def end_move(state: ServiceState, taker: Instance, reservation: Reservation, num_kept: int) -> None:
@@ -66,6 +70,10 @@ def end_move(state: ServiceState, taker: Instance, reservation: Reservation, num
     state.counters[f"{move.tally.purpose}_blocks"] += num_kept
     state.counters[f"{move.tally.purpose}_bytes"] += num_kept * block_bytes
     state.counters["failed_moves"] += num_kept < len(reservation.hashes)
+    source = state.instances.get(move.source)
+    draining = None if source is None else source.draining
+    if draining is not None and draining.tally is move.tally:
+        draining.fail(taker.info.instance_id, reservation.hashes[num_kept:])
 
 
 def num_wanted(state: ServiceState, source: Instance) -> int:
@@ -123,6 +131,15 @@ def _cache_chain(
         block_tokens=taker.block_tokens,
         origin=taker.manager.groups[reservation.group_id].origin,
     )
+
+
+def _begun_moves(state: ServiceState, taker: Instance, now: float) -> Iterator[Move]:
+    """Yield the moves in flight whose source is still leased."""
+    for reservation_id, reservation in taker.reservations.items():
+        move = reservation.move
+        if move is not None and (lease := state.leases.get(move.lease_id)) is not None:
+            source = state.instances[move.source]
+            yield _order(source, reservation_id, reservation, lease, now)
 
 
 def _next_move(state: ServiceState, taker: Instance, now: float) -> Move | None:
@@ -185,15 +202,22 @@ def _begin(state: ServiceState, taker: Instance, batch: _Batch, now: float) -> M
             tally=tally,
         ),
     )
+    reservation_id = state.add_reservation(taker, reservation)
+    return _order(source, reservation_id, reservation, lease, now)
+
+
+def _order(
+    source: Instance, reservation_id: LeaseId, reservation: Reservation, lease: Lease, now: float
+) -> Move:
     return Move(
-        reservation_id=state.add_reservation(taker, reservation),
-        group_id=group_id,
-        hashes=tuple(found),
-        block_ids=block_ids,
+        reservation_id=reservation_id,
+        group_id=reservation.group_id,
+        hashes=reservation.hashes,
+        block_ids=tuple(block for block in reservation.block_ids if block is not None),
         source=source.source,
         lease_id=lease.lease_id,
         ttl_s=lease.deadline_s - now,
-        num_resets=taker.num_resets,
+        num_resets=reservation.num_resets,
     )
 
 

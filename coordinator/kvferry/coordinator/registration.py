@@ -74,7 +74,7 @@ def _require_sizes(info: InstanceInfo, who: str) -> None:
 
 
 def _require_ranks_told(info: InstanceInfo, who: str) -> None:
-    optional = ("rank_metrics",) if info.rank_metrics else ()
+    optional = [name for name in ("rank_metrics", "rank_nodes") if getattr(info, name)]
     for name in ("rank_addresses", "rank_pids", *optional):
         if len(getattr(info, name)) != info.layout.num_ranks:
             raise ConfigError(

@@ -117,7 +117,8 @@ class CoordinatorService:
         """Start empty.
 
         Raises:
-            BadInputError: a duration that is not a positive number of seconds.
+            BadInputError: a duration that is not a positive number of seconds, or `dead_after_s` no
+                more than `suspect_after_s`.
             ConfigError: `sample_block_every` is not a positive integer, or `warm_share` no part.
 
         """

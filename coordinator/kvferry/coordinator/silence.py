@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from kvferry.coordinator.instances import Instance
 from kvferry.coordinator.leases import require_ttl
+from kvferry.proto.errors import BadInputError
 from kvferry.proto.ids import InstanceId
 
 SUSPECT_AFTER_S = 2.0
@@ -26,13 +27,19 @@ class Silence:
         dead_after_s: after which it is dead.
 
     Raises:
-        BadInputError: no positive numbers of seconds.
+        BadInputError: no positive numbers of seconds, or dead before it could be a suspect.
 
     """
 
     def __init__(self, suspect_after_s: float, dead_after_s: float) -> None:
         require_ttl("suspect_after_s", suspect_after_s)
         require_ttl("dead_after_s", dead_after_s)
+        if dead_after_s <= suspect_after_s:
+            raise BadInputError(
+                "dead_after_s must be more than suspect_after_s",
+                given=dead_after_s,
+                allowed=f"above {suspect_after_s:g}",
+            )
         self.suspect_after_s = suspect_after_s
         self.dead_after_s = dead_after_s
         self._last_now_s = -math.inf
@@ -46,6 +53,11 @@ class Silence:
         instance.heard_s = self._listened_s
         self._due_s = min(self._due_s, self._listened_s + self.suspect_after_s)
         return was_suspect
+
+    @property
+    def is_young(self) -> bool:
+        """Tell whether a member may live that was not heard since the beginning."""
+        return self._listened_s < self.dead_after_s
 
     def of(self, instance: Instance) -> float:
         """Return for how many seconds a member has not been heard."""

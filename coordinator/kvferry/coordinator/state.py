@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvferry.coordinator.block_sampling import Moment
+from kvferry.coordinator.counters import COUNTERS
 from kvferry.coordinator.handoff import Handoff, HandoffEvent
 from kvferry.coordinator.instances import Instance, Reservation
 from kvferry.coordinator.leases import Lease, LeaseTable
@@ -28,32 +29,6 @@ from kvferry.proto.ids import (
 )
 from kvferry.proto.messages import Effect
 from kvferry.proto.shared_chain import block_keys, blocks_of_range
-
-# Shown from the start, so that a reader can tell "never" from "not counted".
-COUNTERS = (
-    "preemptions",
-    "cancelled_loads",
-    "failed_loads",
-    "repeated_loads",
-    "loads_ahead",
-    "expired_leases",
-    "expired_reservations",
-    "handoffs_done",
-    "handoffs_failed",
-    "handoffs_expired",
-    "handoffs_without_taker",
-    "drains",
-    "drained_blocks",
-    "drained_bytes",
-    "warmed_blocks",
-    "warmed_bytes",
-    "failed_moves",
-    "resets",
-    "returns",
-    "suspects",
-    "deaths",
-    "ignored_messages",
-)
 
 InstanceEvents = tuple[InstanceId, Sequence[PoolEvent]]
 """What one instance's pool did, in order."""
@@ -93,7 +68,7 @@ class ServiceState:
         self.resets = Counter(resets)
         self.handoffs: dict[RequestId, Handoff] = {}
         self.draining: dict[InstanceId, Instance] = {}
-        # How the last drain of each instance ended; that life of it does not come back.
+        # How the last drain of each instance ended, the oldest first; that life does not come back.
         self.drained: dict[InstanceId, Drained] = {}
         # No reservation can have expired before this moment.
         self.earliest_reservation_s = math.inf
@@ -138,6 +113,9 @@ class ServiceState:
             if instance_id in (lease.instance_id, lease.beneficiary):
                 self.end_lease(lease.lease_id)
         del self.instances[instance_id]
+        for going in self.draining.values():
+            if going.draining is not None:
+                going.draining.forget(instance_id)
         for peer in self.instances.values():
             # Its next life has other blocks, and does not go.
             for key in [key for key in peer.wanted if key[0] == instance_id]:
@@ -175,6 +153,8 @@ class ServiceState:
             events = instance.manager.pool.take_events()
             if events:
                 self.index.apply(instance_id, events)
+                if instance.draining is not None:
+                    instance.draining.follow(events)
                 self._tell(instance_id, events)
 
     def _tell(self, instance_id: InstanceId, events: Sequence[PoolEvent]) -> None:

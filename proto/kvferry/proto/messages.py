@@ -128,7 +128,8 @@ class Heartbeat:
 class Heard:
     """The instance is known, and was heard at this moment.
 
-    `moves`: what a store is to pull. They are said once, and end by themselves if that was lost.
+    `moves`: what a store is to pull. Each is said again until its end was told; its reservation
+    tells those that were begun before.
     """
 
     moves: tuple[Move, ...] = ()

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from tests.builders import make_info
+from tests.builders import make_identity, make_info
 
 from kvferry.cluster import node_drains
 from kvferry.cluster.node_drains import NodeDrains, drains_of
 from kvferry.coordinator.service import CoordinatorService
 from kvferry.proto.drain_messages import Drain
 from kvferry.proto.ids import Epoch
+from kvferry.proto.layout import Layout
 from kvferry.proto.messages import Command, Describe, Description, RegisterInstance, Reply, expect
 
 MEMBERS = {"a": ("n1",), "b": ("n1", "n2"), "c": ("n3",), "outside": ()}
@@ -21,7 +22,15 @@ MEMBERS = {"a": ("n1",), "b": ("n1", "n2"), "c": ("n3",), "outside": ()}
 def service() -> CoordinatorService:
     made = CoordinatorService(scheme=make_info("a").scheme, epoch=Epoch(1))
     for name, nodes in MEMBERS.items():
-        info = make_info(name, rank_nodes=nodes)
+        num_ranks = max(len(nodes), 1)
+        info = make_info(
+            name,
+            identity=make_identity(num_kv_heads=2),
+            layout=Layout(block_tokens=4, tp=num_ranks),
+            rank_addresses=("127.0.0.1:1",) * num_ranks,
+            rank_pids=(1,) * num_ranks,
+            rank_nodes=nodes,
+        )
         made.handle(RegisterInstance(call_id=name, info=info), 0.0)
     return made
 

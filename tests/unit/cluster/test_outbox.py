@@ -53,3 +53,11 @@ def test_a_failed_loop_is_told_after_its_last_news(outbox: Outbox) -> None:
         outbox.take(1, 5.0)
     with pytest.raises(InstanceDiedError):
         outbox.require_alive()
+
+
+def test_a_failure_is_told_from_what_the_loop_met(outbox: Outbox) -> None:
+    cause = KeyError("r")
+    outbox.fail("KeyError", cause=cause)
+    with pytest.raises(InstanceDiedError) as death:
+        outbox.require_alive()
+    assert death.value.__cause__ is cause

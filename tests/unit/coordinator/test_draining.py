@@ -13,6 +13,8 @@ from tests.unit.coordinator.drains import (
 )
 from tests.unit.coordinator.fleet import (
     BLOCK_TOKENS,
+    HYBRID,
+    Fleet,
     admit,
     chain,
     info,
@@ -20,8 +22,17 @@ from tests.unit.coordinator.fleet import (
     runs,
     wrote,
 )
+from tests.unit.coordinator.returning import come_back, requests_command
 
-from kvferry.proto.errors import BadInputError, BusyError, DrainedError, NotFoundError, StaleError
+from kvferry.coordinator import draining
+from kvferry.proto.errors import (
+    BadInputError,
+    BusyError,
+    DrainedError,
+    NotFoundError,
+    RestoringError,
+    StaleError,
+)
 from kvferry.proto.ids import Incarnation
 from kvferry.proto.messages import Locate, Located
 
@@ -56,7 +67,7 @@ def test_what_only_the_drained_instance_holds_comes_to_a_peer_and_the_instance_g
 
 
 def test_a_lost_move_delays_the_end_until_its_lease_is_over() -> None:
-    fleet = fleet_of("a", "b", suspect_after_s=1e6, dead_after_s=1e6)
+    fleet = fleet_of("a", "b", suspect_after_s=1e6, dead_after_s=2e6)
     fleet.cache("a", "ab")
     drain(fleet, "a")
     (move,) = moves_of(fleet, "b")
@@ -161,3 +172,159 @@ def test_what_its_last_requests_leave_moves_too_when_they_have_ended() -> None:
     tick(fleet)
     over = drain(fleet, "a")
     assert (over.is_over, over.num_dropped, over.moved[0].num_blocks) == (True, 0, 3)
+
+
+def test_who_comes_back_cannot_be_drained_before_it_has_told_all_that_it_holds() -> None:
+    fleet = fleet_of("a", "b")
+    fleet.cache("a", "ab")
+    before = fleet.restart()
+    fleet.register("b", 20)
+    commands = come_back(fleet, before, "a")
+    fleet.send(next(commands))
+    with pytest.raises(RestoringError, match="told all"):
+        drain(fleet, "a")
+    assert state_of(fleet, "a") == "returning"
+    for command in commands:
+        fleet.send(command)
+    assert drain(fleet, "a").num_cached_blocks == 2
+    assert [move.hashes for move in move_all(fleet, "b")] == [chain("ab")]
+
+
+def test_a_suspect_that_is_the_only_peer_is_waited_for_until_it_is_heard() -> None:
+    fleet = fleet_of("a", "b")
+    fleet.cache("a", "ab")
+    fleet.wait(2.0, "a")
+    assert fleet.states() == {"a": "live", "b": "suspect"}
+    drain(fleet, "a")
+    fleet.wait(3.0, "a")
+    assert state_of(fleet, "a") == "draining"
+    fleet.beat("b")
+    assert [move.hashes for move in move_all(fleet, "b")] == [chain("ab")]
+    tick(fleet)
+    assert (drain(fleet, "a").is_over, drain(fleet, "a").num_dropped) == (True, 0)
+
+
+def test_a_suspect_is_waited_for_until_it_is_dead() -> None:
+    fleet = fleet_of("a", "b")
+    fleet.cache("a", "ab")
+    fleet.wait(2.0, "a")
+    drain(fleet, "a")
+    fleet.wait(7.5, "a")
+    assert not drain(fleet, "a").is_over
+    tick(fleet)
+    over = drain(fleet, "a")
+    assert (over.is_over, over.seconds, over.num_dropped) == (True, 8.0, 2)
+
+
+def test_a_suspect_is_waited_for_until_the_deadline() -> None:
+    fleet = fleet_of("a", "b")
+    fleet.cache("a", "ab")
+    fleet.wait(2.0, "a")
+    drain(fleet, "a", deadline_s=1.0)
+    fleet.wait(0.5, "a")
+    assert not drain(fleet, "a").is_over
+    tick(fleet)
+    over = drain(fleet, "a")
+    assert (over.is_over, over.seconds, over.num_dropped) == (True, 1.0, 2)
+
+
+def test_what_was_planned_for_a_suspect_comes_to_it_once_it_is_heard() -> None:
+    fleet = fleet_of("a", "b")
+    fleet.cache("a", "ab")
+    drain(fleet, "a")
+    tick(fleet)
+    assert drain(fleet, "a").num_waiting == 2
+    fleet.wait(2.0, "a")
+    assert fleet.states() == {"a": "draining", "b": "suspect"}
+    assert [move.hashes for move in move_all(fleet, "b")] == [chain("ab")]
+    tick(fleet)
+    assert drain(fleet, "a").num_dropped == 0
+
+
+def test_a_peer_that_comes_back_is_waited_for() -> None:
+    fleet = fleet_of("a")
+    fleet.cache("a", "ab")
+    fleet.enter(info("b", 20, identity=fleet.identity), returning=True)
+    drain(fleet, "a")
+    fleet.wait(1.0, "a", "b")
+    assert state_of(fleet, "a") == "draining"
+    fleet.send(requests_command(fleet, "b"))
+    assert [move.hashes for move in move_all(fleet, "b")] == [chain("ab")]
+
+
+def test_whom_a_restarted_coordinator_has_not_heard_yet_is_waited_for() -> None:
+    fleet = fleet_of("a", "b")
+    fleet.cache("a", "ab")
+    before = fleet.restart()
+    for command in come_back(fleet, before, "a"):
+        fleet.send(command)
+    drain(fleet, "a")
+    fleet.wait(1.0, "a")
+    assert state_of(fleet, "a") == "draining"
+    for command in come_back(fleet, before, "b"):
+        fleet.send(command)
+    assert [move.hashes for move in move_all(fleet, "b")] == [chain("ab")]
+    tick(fleet)
+    assert drain(fleet, "a").num_dropped == 0
+
+
+def test_after_a_restart_nobody_is_waited_for_longer_than_a_silent_member() -> None:
+    fleet = fleet_of("a")
+    fleet.cache("a", "ab")
+    before = fleet.restart()
+    for command in come_back(fleet, before, "a"):
+        fleet.send(command)
+    drain(fleet, "a")
+    fleet.wait(9.5, "a")
+    assert state_of(fleet, "a") == "draining"
+    tick(fleet)
+    assert drain(fleet, "a").num_dropped == 2
+
+
+def test_what_a_request_writes_over_cold_blocks_of_a_full_pool_moves_too() -> None:
+    fleet = Fleet()
+    fleet.register("a", 5)
+    fleet.register("b", 20)
+    fleet.cache("a", "xy")
+    fleet.compute("a", admit("r", "a", allow_remote=False))
+    assert fleet.num_free("a") == 2
+    drain(fleet, "a")
+    assert [move.hashes for move in move_all(fleet, "b")] == [(*chain("a"), *chain("xy"))]
+    fleet.step("a", running=(runs("r", 3 * BLOCK_TOKENS),))
+    # As many blocks as before hold something.
+    assert fleet.locate("xy")["a"] == 1
+    fleet.step(
+        "a",
+        progress=(wrote("r", 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS + 1, chain("ab")[1:]),),
+        releases=(release("r"),),
+    )
+    tick(fleet)
+    assert [move.hashes for move in move_all(fleet, "b")] == [chain("ab")[1:]]
+    tick(fleet)
+    over = drain(fleet, "a")
+    assert (over.is_over, over.num_dropped) == (True, 0)
+
+
+def test_what_peers_hold_in_every_group_counts_once_for_each_block() -> None:
+    fleet = fleet_of("a", "b", num_blocks=60, identity=HYBRID)
+    for name in "ab":
+        fleet.cache(name, "abcdef")
+    begun = drain(fleet, "a")
+    tick(fleet)
+    assert (drain(fleet, "a").num_elsewhere, begun.num_cached_blocks) == (24, 24)
+
+
+def test_only_the_last_drains_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draining, "_REMEMBERED_DRAINS", 2)
+    fleet = fleet_of("a", "b", "c")
+    for name in "abc":
+        drain(fleet, name)
+        tick(fleet)
+    fleet.enter(info("c", 20, incarnation=2))
+    drain(fleet, "c")
+    tick(fleet)
+    assert list(fleet.service.state.drained) == ["b", "c"]
+    with pytest.raises(NotFoundError, match="unknown instance"):
+        drain(fleet, "a")
+    assert drain(fleet, "b").is_over
+    assert drain(fleet, "c").incarnation == 2

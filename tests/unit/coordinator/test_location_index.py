@@ -200,3 +200,9 @@ def test_prefixes_follow_what_instances_store_and_remove(
             ours -= set(old)
     expected = {name: length_of(ours) for name, ours in held.items() if length_of(ours)}
     assert index.longest_prefixes(D1, H, G0) == expected
+
+
+def test_nobody_holds_what_no_member_has_and_nobody_is_like_who_is_no_member() -> None:
+    index = index_of(a=())
+    assert list(index.holders(A, H[0], [G1])) == []
+    assert list(index.holders(B, H[0], [G0])) == []

@@ -1,5 +1,6 @@
 """What of an instance that goes comes to which peer, in which order, and how a move ends."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,16 +122,49 @@ def test_a_running_request_waits_for_moves_instead_of_being_preempted() -> None:
     assert len(reply.scheduled) == 1
 
 
-def test_a_move_that_brought_a_part_leaves_the_rest_behind() -> None:
+def test_what_a_move_did_not_bring_is_moved_again_twice_and_then_left_behind() -> None:
     fleet = fleet_of("a", "b")
     fleet.cache("a", "abcd")
     drain(fleet, "a")
     (move,) = moves_of(fleet, "b")
-    assert end(fleet, "b", move, num_written=3) == ()
+    (second,) = end(fleet, "b", move, num_written=3)
+    assert second.hashes == chain("abcd")[3:]
+    (third,) = end(fleet, "b", second, num_written=0)
+    assert third.hashes == chain("abcd")[3:]
+    tick(fleet)
+    assert drain(fleet, "a").num_waiting == 1
+    assert end(fleet, "b", third, num_written=0) == ()
     tick(fleet)
     over = drain(fleet, "a")
     assert (over.is_over, over.num_dropped, over.moved[0].num_blocks) == (True, 1, 3)
-    assert fleet.describe().counters["failed_moves"] == 1
+    assert fleet.describe().counters["failed_moves"] == 3
+
+
+def test_what_did_not_come_to_one_peer_goes_to_another_with_the_chain_before_it() -> None:
+    fleet = fleet_of("a", "b", "c")
+    fleet.cache("a", "abc")
+    drain(fleet, "a")
+    (move,) = moves_of(fleet, "b")
+    assert move.hashes == chain("abc")
+    assert end(fleet, "b", move, num_written=2) == ()
+    (again,) = moves_of(fleet, "c")
+    assert again.hashes == chain("abc")
+    end(fleet, "c", again)
+    tick(fleet)
+    assert drain(fleet, "a").num_dropped == 0
+
+
+def test_a_group_of_a_hybrid_that_did_not_come_is_moved_again() -> None:
+    fleet = fleet_of("a", "b", num_blocks=60, identity=HYBRID)
+    fleet.cache("a", "abcdef")
+    drain(fleet, "a")
+    first, *moves = moves_of(fleet, "b")
+    moves += end(fleet, "b", first, num_written=0)
+    while moves:
+        moves += end(fleet, "b", moves.pop(0))
+    assert fleet.locate("abcdef")["b"] == 6
+    tick(fleet)
+    assert drain(fleet, "a").num_dropped == 0
 
 
 def test_the_end_of_more_than_was_moved_is_refused_and_changes_nothing() -> None:
@@ -167,15 +201,29 @@ def test_only_peers_with_blocks_of_the_same_size_take_any(changes: dict[str, Any
     assert len(moves_of(fleet, "b")) == (0 if changes else 1)
 
 
-def test_a_store_hears_of_its_moves_in_its_heartbeat() -> None:
+def test_a_store_hears_of_its_moves_in_its_heartbeat_until_they_have_ended() -> None:
     fleet = fleet_of("a")
     fleet.register("s", 20, role="store", max_model_len=0)
     fleet.cache("a", "ab")
     drain(fleet, "a")
     (move,) = fleet.beat("s").moves
-    assert fleet.beat("s").moves == ()
+    fleet.now += 1.0
+    # The first answer may have been lost.
+    assert fleet.beat("s").moves == (replace(move, ttl_s=move.ttl_s - 1.0),)
+    assert fleet.num_free("s") == 17
     assert fleet.end_reservation("s", move.reservation_id, 2)
     assert fleet.locate("ab")["s"] == 2
+    assert fleet.beat("s").moves == ()
+
+
+def test_a_move_whose_source_is_not_leased_any_more_is_not_said_again() -> None:
+    fleet = fleet_of("a", suspect_after_s=1e6, dead_after_s=2e6)
+    fleet.register("s", 20, role="store", max_model_len=0)
+    fleet.cache("a", "ab")
+    drain(fleet, "a", deadline_s=100.0)
+    (move,) = fleet.beat("s").moves
+    fleet.now += move.ttl_s
+    assert fleet.beat("s").moves == ()
 
 
 def test_a_reset_fences_what_is_moved_into_a_store() -> None:

@@ -15,6 +15,7 @@ TWO_RANKS: dict[str, Any] = {
     "rank_addresses": ("127.0.0.1:1", "127.0.0.1:2"),
     "rank_pids": (1, 2),
     "rank_metrics": ("127.0.0.1:3", "127.0.0.1:4"),
+    "rank_nodes": ("n1", "n2"),
 }
 
 
@@ -72,7 +73,7 @@ def test_a_store_keeps_single_hash_blocks_on_one_rank(
     fleet.register("s", role="store")
 
 
-@pytest.mark.parametrize("name", ["rank_addresses", "rank_pids", "rank_metrics"])
+@pytest.mark.parametrize("name", ["rank_addresses", "rank_pids", "rank_metrics", "rank_nodes"])
 def test_every_rank_of_a_layout_must_be_told(fleet: Fleet, name: str) -> None:
     layout = Layout(block_tokens=BLOCK_TOKENS, tp=2)
     identity = make_identity(num_kv_heads=2)

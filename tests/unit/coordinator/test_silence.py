@@ -167,3 +167,15 @@ def test_a_heartbeat_of_another_life_of_the_coordinator_is_refused(fleet: Fleet)
 def test_limits_that_are_no_seconds_are_refused(setting: str) -> None:
     with pytest.raises(BadInputError, match=f"{setting} must be a positive number of seconds"):
         Fleet(identity=IDENTITY, check_invariants=True, **{setting: 0.0})
+
+
+@pytest.mark.parametrize("dead_after_s", [2.0, 1.5])
+def test_members_that_would_be_dead_before_they_are_suspects_are_refused(
+    dead_after_s: float,
+) -> None:
+    with pytest.raises(
+        BadInputError,
+        match=f"dead_after_s must be more than suspect_after_s; given: {dead_after_s}; "
+        "allowed: above 2",
+    ):
+        Fleet(suspect_after_s=2.0, dead_after_s=dead_after_s)

@@ -5,6 +5,7 @@ from tests.unit.coordinator.drains import BLOCK_BYTES, drain, end, move_all, mov
 from tests.unit.coordinator.fleet import Fleet, admit, chain, info, release
 from tests.unit.coordinator.returning import requests_command
 
+from kvferry.coordinator import warming as warming_plan
 from kvferry.proto.errors import ConfigError
 
 
@@ -29,6 +30,17 @@ def test_a_new_instance_gets_what_was_used_last_up_to_its_share() -> None:
     assert [e.detail for e in fleet.effects if e.kind == "instance_warmed"] == [
         f"b: 4 blocks ({4 * BLOCK_BYTES} bytes) in 2.0 s"
     ]
+
+
+def test_of_a_peer_only_so_many_of_the_hottest_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warming_plan, "_MAX_LISTED", 2)
+    fleet = warming(1.0)
+    fleet.register("a", 40)
+    fleet.cache("a", "abcd")
+    fleet.register("b", 30)
+    assert [move.hashes for move in move_all(fleet, "b")] == [chain("ab")]
 
 
 def test_it_takes_from_each_of_its_peers_in_turn() -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -58,21 +58,30 @@ class StoreMoves:
         self._cancel = threading.Event()
         # Held while a move is begun: none begins after `stop`.
         self._lock = threading.Lock()
+        self._known: set[LeaseId] = set()
         self._threads = ThreadPoolExecutor(MAX_MOVES, thread_name_prefix="kvferry-move")
 
-    def begin(self, moves: Iterable[Move]) -> None:
-        """Carry these out in the background; nothing after `stop`.
+    def begin(self, moves: Collection[Move]) -> None:
+        """Carry these out in the background, unless they were begun before; nothing after `stop`.
+
+        Args:
+            moves: all that the coordinator takes to be in flight, which it says again and again.
 
         Raises:
             UnavailableError: the store has to come back first, and will hear of others then.
         """
+        # What is not said any more has ended there, and is never said again.
+        self._known &= {move.reservation_id for move in moves}
         for move in moves:
+            if move.reservation_id in self._known:
+                continue
             with self._lock:
                 if self._cancel.is_set():
                     return
                 # From here on the store does not come back before the move has ended.
                 self._reserver.adopt()
                 self._threads.submit(self._carry_out, move)
+            self._known.add(move.reservation_id)
 
     def stop(self) -> None:
         """Let those under way end soon, and begin nothing more; returns at once."""

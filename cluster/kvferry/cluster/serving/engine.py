@@ -208,10 +208,10 @@ class Engine:
                 self._advance()
         except DrainedError as error:
             log.warning("engine of %s ends: %s", self._info.instance_id, error)
-            self._outbox.fail(f"{type(error).__name__}: {error}", InstanceDrainedError)
+            self._outbox.fail(f"{type(error).__name__}: {error}", InstanceDrainedError, error)
         except Exception as error:  # the loop's end must be told, whatever it was
             log.exception("engine of %s failed", self._info.instance_id)
-            self._outbox.fail(f"{type(error).__name__}: {error}")
+            self._outbox.fail(f"{type(error).__name__}: {error}", cause=error)
         finally:
             self._pulse.stop()
             # What the loop has begun since it was stopped must end, too; it begins nothing more.

@@ -17,6 +17,7 @@ class Outbox:
         self._first_seq = 0
         self._failure: str | None = None
         self._failed_with: type[InstanceDiedError] = InstanceDiedError
+        self._cause: Exception | None = None
         self._changed = threading.Condition()
 
     def put(self, outputs: tuple[Output, ...]) -> None:
@@ -26,9 +27,15 @@ class Outbox:
                 self._outputs.extend(outputs)
                 self._changed.notify_all()
 
-    def fail(self, reason: str, kind: type[InstanceDiedError] = InstanceDiedError) -> None:
+    def fail(
+        self,
+        reason: str,
+        kind: type[InstanceDiedError] = InstanceDiedError,
+        cause: Exception | None = None,
+    ) -> None:
         """Let every present and later `take` end with an error, once earlier news is taken."""
         with self._changed:
+            self._cause = cause
             self._failed_with = kind
             self._failure = reason
             self._changed.notify_all()
@@ -37,13 +44,13 @@ class Outbox:
         """Raise if the engine's loop has failed.
 
         Raises:
-            InstanceDiedError: naming the instance and the reason.
+            InstanceDiedError: naming the instance and the reason, from what the loop met.
         """
         if self._failure is not None:
             raise self._failed_with(
                 f"the engine of instance {self._instance_id} has failed: {self._failure}",
                 given=self._instance_id,
-            )
+            ) from self._cause
 
     def take(self, since_seq: int, wait_s: float) -> OutputBatch:
         """Return news from `since_seq` on, waiting up to `wait_s` for the first.

@@ -191,7 +191,7 @@ class Client(Member):
             lease_id=leased.lease_id,
             loads=[load],
             timeout_s=TRANSFER_TIMEOUT_S,
-            cancel=Event(self.network.world),  # type: ignore[arg-type]
+            cancel=Event(self.network.world),
         )
         return outcome.num_blocks_of_run[0]
 

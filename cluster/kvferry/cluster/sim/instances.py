@@ -8,7 +8,14 @@ from kvferry.cluster.serving.rank_actor import watch_rank
 from kvferry.cluster.sim.content import Cells, StateModel
 from kvferry.cluster.sim.members import Birth, Member
 from kvferry.cluster.sim.ranks import RANK_TIMEOUT_S, SimPort, SimRank, SimRanks
-from kvferry.proto.errors import InstanceDiedError
+from kvferry.proto.errors import (
+    DeadlineError,
+    DrainedError,
+    InstanceDiedError,
+    KvferryError,
+    StaleError,
+    UnavailableError,
+)
 from kvferry.proto.group_specs import specs_of
 
 WATCH_S = 1.0
@@ -48,6 +55,12 @@ class Instance(Member):
         """That of rank 0."""
         return self._ranks[0].model
 
+    @property
+    def _ends(self) -> tuple[type[KvferryError], ...]:
+        """What a loop may end with: others took its place, or a rank of several was lost."""
+        had_to_go = StaleError, DrainedError
+        return had_to_go if len(self.parts) == 1 else (*had_to_go, UnavailableError, DeadlineError)
+
     def join(self) -> None:
         """Register, and start the engine."""
         registered = self.register()
@@ -84,9 +97,7 @@ class Instance(Member):
             self.network.world.sleep(WATCH_S)
             try:
                 self.engine.require_alive()
-            except InstanceDiedError as error:
-                has_lost_rank = len(self.parts) > 1 and "rank" in error.message
-                had_to_go = any(name in error.message for name in ("StaleError", "DrainedError"))
-                if not (has_lost_rank or had_to_go):
-                    self.network.world.fail(error)
+            except InstanceDiedError as death:
+                if not isinstance(death.__cause__, self._ends):
+                    self.network.world.fail(death)
                 return

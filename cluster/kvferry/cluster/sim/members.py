@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from kvferry.cluster.sim.coordinators import Coordinators
 from kvferry.cluster.sim.fetching import FetchClient, Served
 from kvferry.cluster.sim.network import Network
 from kvferry.cluster.sim.world import Process
-from kvferry.proto.errors import KvferryError
+from kvferry.proto.errors import InvariantError, KvferryError
 from kvferry.proto.identity import GroupSpec, Identity
 from kvferry.proto.ids import Incarnation, InstanceId
 from kvferry.proto.layout import Layout
@@ -25,6 +26,7 @@ from kvferry.proto.scheme import HashScheme
 from kvferry.worker.device import open_device
 from kvferry.worker.frames import SharedOffer
 from kvferry.worker.kv_memory import KvMemory
+from kvferry.worker.pull import PullOutcome
 from kvferry.worker.residency import Resident
 from kvferry.worker.service import WorkerService
 from kvferry.worker.transfer_wire import FetchAsk
@@ -66,7 +68,29 @@ class MemberPlan:
 
 
 class SimWorker(WorkerService):
-    """Offers its memory to whoever may map it: all are on one host."""
+    """Offers its memory to whoever may map it: all are on one host.
+
+    Args:
+        violated: hears of what only a broken kvferry does in a pull, which whoever asked for it
+            takes for a peer's failure.
+        parts: as `WorkerService`.
+    """
+
+    def __init__(self, violated: Callable[[Exception], None], **parts: Any) -> None:
+        super().__init__(**parts)
+        self._violated = violated
+
+    def pull(self, **asked: Any) -> PullOutcome:
+        """As `WorkerService.pull`."""
+        try:
+            outcome = super().pull(**asked)
+        except Exception as error:
+            if not isinstance(error, KvferryError) or isinstance(error, InvariantError):
+                self._violated(error)
+            raise
+        if outcome.error_type == InvariantError.__name__:
+            self._violated(InvariantError(f"in a pull: {outcome.error}"))
+        return outcome
 
     def _shared_offer(self, ask: FetchAsk, residents: Sequence[Resident]) -> SharedOffer | None:
         if "shm" not in ask.paths:
@@ -177,6 +201,11 @@ def _part(birth: Birth, rank: int) -> Part:
         layout=plan.layout,
         rank=rank,
     )
-    worker = SimWorker(incarnation=birth.incarnation, memory=memory, fetcher=birth.fetcher)
+    worker = SimWorker(
+        birth.network.world.fail,
+        incarnation=birth.incarnation,
+        memory=memory,
+        fetcher=birth.fetcher,
+    )
     process = birth.process_of_rank(rank)
     return Part(rank=rank, process=process, worker=worker, address=process.name)

@@ -116,6 +116,8 @@ class Workload:
             async with asyncio.timeout(gives_up_s):
                 served = await router.serve(request)
         except KvferryError as error:  # first: a `DeadlineError` is a `TimeoutError`, too
+            if isinstance(error, InvariantError):
+                raise
             outcomes.failures.append(f"{request.request_id}: {type(error).__name__}: {error}")
         except TimeoutError:
             outcomes.num_given_up += 1
