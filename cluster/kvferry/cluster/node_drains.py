@@ -90,8 +90,13 @@ class NodeDrains:
             return
         description = expect(self._call(Describe()), Description)
         for command in drains_of(description, leaving, self._told):
+            try:
+                drained = expect(self._call(command), Drained)
+            except KvferryError as error:
+                # Others go on nevertheless, and this one is asked again at the next look.
+                _log.warning("%s is not drained yet: %s", command.instance_id, error)
+                continue
             _log.warning("%s is drained: Ray takes its node away", command.instance_id)
-            drained = expect(self._call(command), Drained)
             self._told.add((drained.instance_id, drained.incarnation))
 
 

@@ -37,7 +37,7 @@ AT_REST = Counts(
     reservations=0,
     loads=0,
     processes={"RankActor": 3, "raylet": 4},
-    files={"asker": 40},
+    files={"asker": 40, "RankActor": 90},
     sockets={"asker": 12},
     memory_bytes={"asker": 1000, "RankActor": 2000, "RayCoordinatorActor": 500},
 )
@@ -93,13 +93,19 @@ def test_a_service_is_at_rest_when_nothing_is_held_for_anybody() -> None:
     assert not count(description(held=Held(reservations=1)), (), os.getpid()).is_at_rest
 
 
-def test_what_has_not_come_back_is_told_and_memory_has_a_margin() -> None:
+def test_what_has_not_come_back_is_told_and_memory_and_files_have_a_margin() -> None:
     assert differences(AT_REST, AT_REST) == ()
+    # Of three ranks and one asker.
+    within = replace(AT_REST, files={"asker": 41, "RankActor": 93}, sockets={"asker": 11})
+    assert differences(AT_REST, within) == ()
     grown = AT_REST.memory_bytes | {"asker": 1149, "RankActor": 2301}
-    after = replace(AT_REST, leases=1, sockets={"asker": 13}, memory_bytes=grown)
+    after = replace(
+        within, leases=1, files={"RankActor": 94}, sockets={"asker": 14}, memory_bytes=grown
+    )
     assert differences(AT_REST, after) == (
         "leases were 0 and are 1",
-        "sockets were {'asker': 12} and are {'asker': 13}",
+        "files of RankActor were 90 and are 94",
+        "sockets of asker were 12 and are 14",
         "memory of RankActor was 0 MiB and is 0 MiB",
     )
 

@@ -55,7 +55,10 @@ def command(deadline_s: float) -> Drain:
 def test_it_is_begun_when_the_instance_has_told_all_and_the_wait_is_told_once() -> None:
     lines: list[str] = []
     assert until_over(Returning(3), command(60.0), lines.append) == OVER
-    assert lines == ["waiting: an instance can be drained once it has told all; given: a"]
+    assert lines == [
+        "waiting: an instance can be drained once it has told all; given: a",
+        "0 blocks moved, 0 waiting, 0 requests running",
+    ]
 
 
 def test_at_the_deadline_it_is_refused_as_the_coordinator_does(now: list[float]) -> None:

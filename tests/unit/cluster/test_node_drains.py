@@ -11,6 +11,7 @@ from kvferry.cluster import node_drains
 from kvferry.cluster.node_drains import NodeDrains, drains_of
 from kvferry.coordinator.service import CoordinatorService
 from kvferry.proto.drain_messages import Drain
+from kvferry.proto.errors import RestoringError
 from kvferry.proto.ids import Epoch
 from kvferry.proto.layout import Layout
 from kvferry.proto.messages import Command, Describe, Description, RegisterInstance, Reply, expect
@@ -78,11 +79,12 @@ def test_a_suspect_is_told_once_and_again_when_it_has_come_back(
 
 
 class Calls:
-    """Answers for the coordinator and for Ray, the first times with an error each."""
+    """Answers for the coordinator and for Ray, the first times with errors."""
 
     def __init__(self, service: CoordinatorService) -> None:
         self._service = service
         self.errors: list[Exception] = [RuntimeError("no GCS"), RuntimeError("still none")]
+        self.refusals = [RestoringError("it has not told all it holds")]
         self.drained = threading.Event()
 
     def leaving(self) -> dict[str, float | None]:
@@ -93,6 +95,8 @@ class Calls:
     def call(self, command: Command) -> Reply:
         if isinstance(command, Drain):
             assert command.instance_id == "c"
+            if self.refusals:
+                raise self.refusals.pop()
             self.drained.set()
         return self._service.handle(command, 0.0)[0]
 
@@ -105,7 +109,7 @@ def watched(
     return lambda calls: NodeDrains(calls.call, calls.leaving)
 
 
-def test_the_watch_goes_on_whatever_ray_says(
+def test_the_watch_goes_on_whatever_ray_and_the_coordinator_say(
     service: CoordinatorService, watched: Callable[[Calls], NodeDrains]
 ) -> None:
     calls = Calls(service)

@@ -17,6 +17,10 @@ ACTORS = ("RayCoordinatorActor", "RankActor")
 MEMORY_MARGIN = 1.15
 """Memory may be so many times what it was: allocators keep more after more work."""
 
+MORE_OPEN = 1
+"""Each process of the service may have so many more files and sockets open: Ray connects actors
+when the first of them calls the other, and lets go of what nobody uses, in its own time."""
+
 ASKER = "asker"
 """The process that runs the router and the faults."""
 
@@ -109,9 +113,14 @@ def differences(before: Counts, after: Counts) -> tuple[str, ...]:
     found = [
         f"{name} were {was} and are {now}"
         for name in Counts.__dataclass_fields__
-        if name != "memory_bytes"
+        if name not in ("files", "sockets", "memory_bytes")
         and (was := getattr(before, name)) != (now := getattr(after, name))
     ]
+    for name in ("files", "sockets"):
+        for kind, was_open in getattr(before, name).items():
+            now_open = getattr(after, name).get(kind, 0)
+            if now_open > was_open + MORE_OPEN * before.processes.get(kind, 1):
+                found.append(f"{name} of {kind} were {was_open} and are {now_open}")
     for kind, was_bytes in before.memory_bytes.items():
         now_bytes = after.memory_bytes.get(kind, 0)
         if now_bytes > was_bytes * MEMORY_MARGIN:
