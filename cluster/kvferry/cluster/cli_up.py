@@ -168,7 +168,8 @@ def down(
 def _down(name: str, ray_address: str) -> Removed:
     is_local = ray_address == "local"
     if is_local and local_cluster.find(name) is None:
-        return Removed(name=name, coordinator=False, hosts=())
+        # Whoever started it may have been killed before it was up.
+        return Removed(name=name, coordinator=local_cluster.stop(name), hosts=())
     try:
         with joined(ray_address, name):
             from kvferry.cluster import ray_services

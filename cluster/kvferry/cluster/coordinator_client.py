@@ -5,6 +5,7 @@ A call of a Ray actor takes longer than all that the coordinator does in an engi
 
 from functools import cached_property
 
+from kvferry.cluster.control_client import require_address
 from kvferry.cluster.grpc_control import ControlConnection
 from kvferry.cluster.moving_address import FindAddress, MovingAddress
 from kvferry.proto.credentials import Credentials
@@ -18,6 +19,9 @@ class CoordinatorClient:
 
     `find` tells where the front is after a call that nobody answered, None: at the same address.
     Travels as these and the places of the credentials.
+
+    Raises:
+        ConfigError: a malformed address.
     """
 
     def __init__(
@@ -26,7 +30,7 @@ class CoordinatorClient:
         credentials: Credentials | None = None,
         find: FindAddress | None = None,
     ) -> None:
-        self.address = address
+        self.address = require_address(address)
         self._credentials = credentials
         self._find = find
 

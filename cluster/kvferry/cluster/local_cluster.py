@@ -82,7 +82,7 @@ def start(name: str, timeout_s: float) -> LocalCluster:
     with log.open("wb") as output:
         # A session of its own: what ends this command's terminal does not end the cluster.
         keeper = subprocess.Popen(
-            [sys.executable, "-m", KEEPER, name],
+            [sys.executable, "-m", KEEPER, name, str(record(name))],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -109,14 +109,16 @@ def start(name: str, timeout_s: float) -> LocalCluster:
 def stop(name: str) -> bool:
     """End the cluster of a service, and tell whether there was one.
 
+    Also one that whoever started it left before it was up, of which nothing is written down yet.
+
     Raises:
         DeadlineError: it does not end.
     """
-    cluster = find(name)
-    if cluster is None:
-        return False
-    _end(cluster.pid, name)
-    return True
+    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    keepers = [pid for pid in pids if _keeps(pid, name)]
+    for pid in keepers:
+        _end(pid, name)
+    return bool(keepers)
 
 
 def _end(pid: int, name: str) -> None:
@@ -136,4 +138,4 @@ def _keeps(pid: int, name: str) -> bool:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return KEEPER.encode() in words and name.encode() in words
+    return KEEPER.encode() in words and str(record(name)).encode() in words

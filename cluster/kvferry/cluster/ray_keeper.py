@@ -1,4 +1,7 @@
-"""Keeps a local Ray cluster until SIGTERM: `python -m kvferry.cluster.ray_keeper NAME`."""
+"""Keeps a local Ray cluster until SIGTERM: `python -m kvferry.cluster.ray_keeper NAME RECORD`.
+
+RECORD, where it writes the cluster down, tells it from keepers of other users and tests.
+"""
 
 import os
 import signal

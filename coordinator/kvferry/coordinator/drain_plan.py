@@ -73,10 +73,11 @@ class _Plan:
     def look_at(self, block_hash: BlockHash) -> None:
         """Let a peer want a block that only the source has, unless it fits nowhere."""
         drain = self._drain
-        if block_hash in drain.planned or not groups_that_hold(self._source, block_hash):
+        groups = groups_that_hold(self._source, block_hash)
+        if block_hash in drain.planned or not groups:
             return
         if any(True for _ in self._holders(block_hash)):
-            drain.num_elsewhere += 1
+            drain.elsewhere[block_hash] = len(groups)
         elif not self._place(block_hash):
             drain.unplaced.append(block_hash)
 

@@ -166,7 +166,7 @@ def _report(state: ServiceState, instance: Instance, now: float, *, is_over: boo
             for peer, num in sorted(moved.items())
             if num
         ),
-        num_elsewhere=draining.num_elsewhere,
+        num_elsewhere=sum(draining.elsewhere.values()),
         num_waiting=0 if is_over else num_wanted(state, instance) + in_flight,
         num_dropped=state.index.num_only_at(instance.info.instance_id) if is_over else 0,
         num_requests=instance.num_requests,

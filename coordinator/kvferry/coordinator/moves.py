@@ -64,7 +64,8 @@ class Draining:
     `left`: hashes that have not been looked at, hottest first. `unplaced`: those that fit at no
     peer that was `live` then. `rooms`: how many more blocks each destination may get. `planned`:
     whom a hash was given to. `failed`: at whom it did not come. `last`: who got the last.
-    `num_cached_blocks` were held when it began. `num_elsewhere`: blocks that peers held anyway.
+    `num_cached_blocks` were held when it began. `elsewhere`: what peers held anyway, and in how
+    many blocks.
     """
 
     deadline_s: float
@@ -77,7 +78,7 @@ class Draining:
     planned: dict[BlockHash, set[InstanceId]] = field(default_factory=dict)
     failed: dict[BlockHash, list[InstanceId]] = field(default_factory=dict)
     last: InstanceId | None = None
-    num_elsewhere: int = 0
+    elsewhere: dict[BlockHash, int] = field(default_factory=dict)
 
     def follow(self, events: Iterable[PoolEvent]) -> None:
         """Take in what the pool did: its last requests write more, and overwrite what is cold."""
@@ -88,8 +89,10 @@ class Draining:
             elif isinstance(event, Removed):
                 for block_hash in event.hashes:
                     self.planned.pop(block_hash, None)
+                    self.elsewhere.pop(block_hash, None)
             else:
                 self.planned.clear()
+                self.elsewhere.clear()
         self.left.extendleft(reversed(new))
 
     def fail(self, taker: InstanceId, hashes: Sequence[BlockHash]) -> None:
@@ -107,11 +110,13 @@ class Draining:
         self.left.extendleft(reversed(again))
 
     def forget(self, instance_id: InstanceId) -> None:
-        """Plan again what was meant for an instance that takes nothing any more."""
+        """Look again at what somebody who is gone was to get, or may have had alone."""
         if self.rooms.pop(instance_id, None) is None:
             return
         again = [one for one in list(self.planned) if self._take_back(one, instance_id)]
         self.left.extendleft(reversed(again))
+        self.left.extend(self.elsewhere)
+        self.elsewhere.clear()
 
     def _take_back(self, block_hash: BlockHash, instance_id: InstanceId) -> bool:
         """Give a hash to somebody no more; tell whether nobody gets it now."""

@@ -28,6 +28,7 @@ from kvferry.proto.messages import Description, InstanceStatus
 
 PROMPT, ANSWER = (1, 2, 3), tuple(range(ANSWER_TOKENS))
 PLAN = ChaosPlan(minutes=2.0, seed=7, model="", kinds=KINDS)
+MIB = 1 << 20
 AT_REST = Counts(
     instances=3,
     used_blocks=0,
@@ -39,7 +40,7 @@ AT_REST = Counts(
     processes={"RankActor": 3, "raylet": 4},
     files={"asker": 40, "RankActor": 90},
     sockets={"asker": 12},
-    memory_bytes={"asker": 1000, "RankActor": 2000, "RayCoordinatorActor": 500},
+    memory_bytes={"asker": 100 * MIB, "RankActor": 200 * MIB, "RayCoordinatorActor": 50 * MIB},
 )
 
 # -- faults ---------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ def test_what_has_not_come_back_is_told_and_memory_and_files_have_a_margin() -> 
     # Of three ranks and one asker.
     within = replace(AT_REST, files={"asker": 41, "RankActor": 93}, sockets={"asker": 11})
     assert differences(AT_REST, within) == ()
-    grown = AT_REST.memory_bytes | {"asker": 1149, "RankActor": 2301}
+    grown = AT_REST.memory_bytes | {"asker": 131 * MIB, "RankActor": 247 * MIB}
     after = replace(
         within, leases=1, files={"RankActor": 94}, sockets={"asker": 14}, memory_bytes=grown
     )
@@ -106,7 +107,7 @@ def test_what_has_not_come_back_is_told_and_memory_and_files_have_a_margin() -> 
         "leases were 0 and are 1",
         "files of RankActor were 90 and are 94",
         "sockets of asker were 12 and are 14",
-        "memory of RankActor was 0 MiB and is 0 MiB",
+        "memory of RankActor was 200 MiB and is 247 MiB",
     )
 
 

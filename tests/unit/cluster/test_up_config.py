@@ -1,6 +1,9 @@
 """What `kvferry up` may be asked for, and when a running service is another one."""
 
 import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,3 +100,22 @@ def test_a_local_cluster_whose_keeper_is_gone_is_not_found(
     assert local_cluster.stop("one") is False
     local_cluster.record("one").write_text("{}")
     assert local_cluster.find("one") is None
+
+
+def test_a_keeper_that_has_written_nothing_down_yet_is_ended_and_no_other_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
+    others = str(local_cluster.record("one"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)", local_cluster.KEEPER]
+    with (
+        subprocess.Popen([*sleep, "one", str(local_cluster.record("one"))]) as keeper,
+        subprocess.Popen([*sleep, "one", others]) as another,
+    ):
+        assert local_cluster.find("one") is None
+        assert local_cluster.stop("one") is True
+        assert keeper.wait(10.0) == -signal.SIGTERM
+        assert local_cluster.stop("one") is False
+        assert another.poll() is None
+        another.kill()

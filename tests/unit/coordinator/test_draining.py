@@ -305,6 +305,22 @@ def test_what_a_request_writes_over_cold_blocks_of_a_full_pool_moves_too() -> No
     assert (over.is_over, over.num_dropped) == (True, 0)
 
 
+def test_what_a_peer_held_too_moves_elsewhere_when_that_peer_dies() -> None:
+    fleet = fleet_of("a", "b")
+    for name in "ab":
+        fleet.cache(name, "xyz")
+    fleet.lease("xyz", ttl_s=20.0, at="a")
+    drain(fleet, "a")
+    tick(fleet)
+    fleet.register("c", 20)
+    fleet.remove("b")
+    tick(fleet)
+    assert [move.hashes for move in move_all(fleet, "c")] == [chain("xyz")]
+    tick(fleet, 20.0)
+    over = drain(fleet, "a")
+    assert (over.is_over, over.num_elsewhere, over.num_dropped) == (True, 0, 0)
+
+
 def test_what_peers_hold_in_every_group_counts_once_for_each_block() -> None:
     fleet = fleet_of("a", "b", num_blocks=60, identity=HYBRID)
     for name in "ab":
