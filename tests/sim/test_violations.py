@@ -1,10 +1,13 @@
 """What only a broken kvferry does ends a run of the simulator, whoever would get over it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.sim.scripted import Scenario, prompt, scenario
 
+from kvferry.cluster.sim.faults import profile_named
+from kvferry.cluster.sim.simulation import simulate
 from kvferry.proto.errors import InvariantError, UnavailableError
 
 
@@ -39,3 +42,11 @@ def test_a_loop_that_ends_ends_the_run_unless_it_had_to_go(service: Scenario) ->
     life.engine.fail(UnavailableError("rank 1 of the instance: StaleError, DrainedError"))
     with pytest.raises(UnavailableError, match="the engine of instance d has failed"):
         service.run_for(3.0)
+
+
+def test_a_seed_leaves_no_file_open() -> None:
+    num_open = [0, 0]
+    for index in range(2):
+        simulate(3, 300, "all", profile_named("all"))
+        num_open[index] = len(list(Path("/proc/self/fd").iterdir()))
+    assert num_open[0] == num_open[1]

@@ -28,6 +28,7 @@ class Canary:
     def ended(self) -> None:
         """Take note that the process is gone; another one may be starting in its place."""
         self.has_answered = False
+        self._num_silent_turns = 0
 
     def is_frozen(self) -> bool:
         """Take note of another turn without an answer, and tell whether there were too many."""

@@ -3,7 +3,6 @@
 Ray itself notices only processes that have ended.
 """
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from kvferry.cluster.canary import Canary
 
@@ -88,9 +87,10 @@ class FrozenWatch:
 
 def _is_answered(ref: Any) -> bool:
     """Tell whether the process itself has ended a call, and not Ray, as the process is gone."""
-    with contextlib.suppress(RayTaskError):  # it comes from the process
-        try:
-            ray.get(ref, timeout=ANSWER_TIMEOUT_S)
-        except RayActorError:
-            return False
+    try:
+        ray.get(ref, timeout=ANSWER_TIMEOUT_S)
+    except RayTaskError:  # it comes from the process
+        return True
+    except RayError:
+        return False
     return True

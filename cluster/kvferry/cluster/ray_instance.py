@@ -122,14 +122,14 @@ class RayInstance:
             itself elsewhere.
         """
         assert self._group is not None
-        leaving = leaving_nodes()
-        table = placement_group_table(self._group)
-        nodes = table["bundles_to_node_id"].values()
-        is_leaving = not _is_placed(self._group) or any(node in leaving for node in nodes)
-        self._kill_ranks()
-        self.remove_place()
-        self.rank_0 = None
-        return is_leaving
+        try:
+            leaving = leaving_nodes()
+            nodes = placement_group_table(self._group)["bundles_to_node_id"].values()
+            return not _is_placed(self._group) or any(node in leaving for node in nodes)
+        finally:
+            self._kill_ranks()
+            self.remove_place()
+            self.rank_0 = None
 
     def remove_place(self) -> None:
         """Give its place back; repeating is fine."""

@@ -48,7 +48,9 @@ class StoreWatch:
     def __init__(self, stores: Callable[[], Sequence[WatchedStore]]) -> None:
         self._stores = stores
         self._is_over = False
-        self._busy: set[int] = set()
+        # Of each store that is being looked after: whether to look again afterwards.
+        self._busy: dict[int, bool] = {}
+        self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-stores", daemon=True)
         self._thread.start()
@@ -68,25 +70,43 @@ class StoreWatch:
             self._wake.wait(WATCH_S)
             self._wake.clear()
             for store in self._stores():
-                if not self._is_over and id(store) not in self._busy:
-                    self._busy.add(id(store))
-                    look = partial(self._look_after, store)
-                    threading.Thread(target=look, name="kvferry-store", daemon=True).start()
+                if not self._is_over and self._begins(store):
+                    self._start(store)
+
+    def _begins(self, store: WatchedStore) -> bool:
+        """Note that a store is looked after from now on, or once more if it is already."""
+        with self._lock:
+            is_free = id(store) not in self._busy
+            self._busy[id(store)] = not is_free
+            return is_free
+
+    def _ended(self, store: WatchedStore) -> None:
+        with self._lock:
+            looks_again = self._busy.pop(id(store))
+        if looks_again:
+            self._wake.set()
+
+    def _start(self, store: WatchedStore) -> None:
+        look = partial(self._look_after, store)
+        try:
+            threading.Thread(target=look, name="kvferry-store", daemon=True).start()
+        except RuntimeError:  # no thread can be made now; the next look may succeed
+            self._ended(store)
+            _log.exception("a store cannot be looked after")
 
     def _look_after(self, store: WatchedStore) -> None:
         try:
-            _look_after(store)
+            self._beat(store)
+        except KvferryError as error:
+            _log.warning("a store is not heard now: %s", error)
+        except Exception:  # the next look may succeed
+            _log.exception("a store cannot be looked after")
         finally:
-            self._busy.discard(id(store))
+            self._ended(store)
 
-
-def _look_after(store: WatchedStore) -> None:
-    try:
+    def _beat(self, store: WatchedStore) -> None:
         try:
             store.beat()
         except NotRegisteredError:
-            store.come_back()
-    except KvferryError as error:
-        _log.warning("a store is not heard now: %s", error)
-    except Exception:  # the next look may succeed
-        _log.exception("a store cannot be looked after")
+            if not self._is_over:  # a store that was removed must not come back
+                store.come_back()

@@ -25,9 +25,6 @@ _FORGETS = 4
 def plan_some(state: ServiceState, source: Instance, drain: Draining) -> None:
     """Look at some more of what an instance holds, and let peers want what only it has."""
     plan = _Plan(state, source, drain)
-    if not plan.has_room:
-        drain.unplaced.extend(drain.left)
-        drain.left.clear()
     for _ in range(min(_SLICE, len(drain.left))):
         plan.look_at(drain.left.popleft())
 
@@ -64,11 +61,6 @@ class _Plan:
         drain.live = set(self._peers)
         for instance_id in self._peers.keys() - drain.rooms.keys():
             drain.rooms[instance_id] = _room(self._peers[instance_id])
-
-    @property
-    def has_room(self) -> bool:
-        """Tell whether any peer may get more."""
-        return any(self._drain.rooms[instance_id] > 0 for instance_id in self._peers)
 
     def look_at(self, block_hash: BlockHash) -> None:
         """Let a peer want a block that only the source has, unless it fits nowhere."""

@@ -113,6 +113,8 @@ class Draining:
         """Look again at what somebody who is gone was to get, or may have had alone."""
         if self.rooms.pop(instance_id, None) is None:
             return
+        # If it comes back, it has room again.
+        self.live.discard(instance_id)
         again = [one for one in list(self.planned) if self._take_back(one, instance_id)]
         self.left.extendleft(reversed(again))
         self.left.extend(self.elsewhere)

@@ -22,7 +22,7 @@ def test_who_answered_once_is_frozen_after_ten_turns_without_another_answer() ->
 
 def test_who_has_ended_may_be_starting_anew_for_two_minutes() -> None:
     canary = Canary(has_answered=True)
-    canary.answered()
+    assert not canary.is_frozen()
     canary.ended()
     assert [canary.is_frozen() for _ in range(120)] == [False] * 119 + [True]
     canary.answered()

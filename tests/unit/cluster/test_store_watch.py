@@ -54,3 +54,21 @@ def test_a_store_that_takes_long_to_come_back_silences_no_other(
     beats = lost.num_beats
     lost.may_return.set()
     wait_until(lambda: lost.num_beats > beats)
+
+
+def test_a_look_while_a_store_beats_is_made_up_for_at_once_when_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_watch, "WATCH_S", 600.0)
+    store = Store()
+    store.is_lost = True
+    watch = StoreWatch(lambda: [store])
+    try:
+        watch.look()
+        wait_until(lambda: store.num_returns == 1)
+        watch.look()
+        watch.look()
+        store.may_return.set()
+        wait_until(lambda: store.num_beats == 1)
+    finally:
+        watch.stop()

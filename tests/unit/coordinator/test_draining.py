@@ -321,6 +321,20 @@ def test_what_a_peer_held_too_moves_elsewhere_when_that_peer_dies() -> None:
     assert (over.is_over, over.num_elsewhere, over.num_dropped) == (True, 0, 0)
 
 
+def test_the_next_life_of_a_full_peer_gets_what_fitted_nowhere() -> None:
+    fleet = fleet_of("a", num_blocks=20)
+    fleet.register("b", 6)
+    fleet.cache("a", "abcdef")
+    fleet.lease("a", ttl_s=20.0, at="a")
+    fleet.compute("b", admit("r", "wxyz"))
+    drain(fleet, "a")
+    tick(fleet)
+    assert moves_of(fleet, "b") == ()
+    fleet.register("b", 40, incarnation=Incarnation(2), rank_pids=(2,))
+    tick(fleet)
+    assert [move.hashes for move in move_all(fleet, "b")] == [chain("abcdef")]
+
+
 def test_what_peers_hold_in_every_group_counts_once_for_each_block() -> None:
     fleet = fleet_of("a", "b", num_blocks=60, identity=HYBRID)
     for name in "ab":

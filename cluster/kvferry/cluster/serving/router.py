@@ -319,6 +319,8 @@ class Router:
                         has_handed_over = _hands_over(output.finished)
         except (UnavailableError, BusyError, NotFoundError) as error:
             log.warning("request %s: no prefill at %s: %s", request_id, instance, error)
+            if isinstance(error, UnavailableError) and not isinstance(error, InstanceDiedError):
+                journey.not_at.add(instance)  # as after a decode leg, it may be in flight there
         except KvferryError as error:
             refusal = type(error)(
                 f"prefill at {instance}: {error.message}", given=error.given, allowed=error.allowed
