@@ -4,11 +4,9 @@ Who asks much is a process of its own, and so is the coordinator. That a new mem
 share of the writes is a case of the simulator.
 """
 
-import multiprocessing
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 from tests.builders import make_identity, make_info
 
+from kvferry.cluster.bench.peer_process import answer_of, running_process
 from kvferry.cluster.control_client import ControlClient
 from kvferry.cluster.coordinator_client import CoordinatorClient
 from kvferry.coordinator.actor import CoordinatorActor
@@ -64,7 +63,7 @@ def serve(to_test: Connection) -> None:
     coordinator.stop()
 
 
-def ask_and_write_much(address: str, to_test: Connection) -> None:
+def ask_and_write_much(to_test: Connection, address: str) -> None:
     """Look up many and evict many, each again and again, until a word comes; then say how often."""
     with (
         closing(ControlClient(address, TIMEOUT_S)) as asking,
@@ -123,26 +122,6 @@ def store(writing: CoordinatorClient, name: str, *, first: int) -> None:
     writing.call(end, timeout_s=TIMEOUT_S)
 
 
-@contextmanager
-def process(target: Any, *arguments: Any) -> Iterator[Connection]:
-    """A process that runs `target` with these arguments and the other end of what is yielded."""
-    ours, theirs = multiprocessing.Pipe()
-    running = multiprocessing.get_context("spawn").Process(target=target, args=(*arguments, theirs))
-    running.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        running.kill()
-        running.join()
-        ours.close()
-
-
-def word_of(pipe: Connection) -> Any:
-    assert pipe.poll(60.0)
-    return pipe.recv()
-
-
 def ninety_ninth_s(asking: ControlClient, beating: CoordinatorClient) -> float:
     """How long all but one of a hundred small lookups take at most, with heartbeats between."""
     took_s = []
@@ -159,18 +138,18 @@ def ninety_ninth_s(asking: ControlClient, beating: CoordinatorClient) -> float:
 @pytest.mark.timeout(120)
 def test_b45_lookups_and_evictions_of_20000_hold_up_no_small_lookup_and_no_heartbeat() -> None:
     with (
-        process(serve) as coordinator,
-        closing(ControlClient(address := word_of(coordinator), TIMEOUT_S)) as asking,
+        running_process(serve) as coordinator,
+        closing(ControlClient(address := answer_of(coordinator), TIMEOUT_S)) as asking,
         closing(CoordinatorClient(address)) as stores,
     ):
         for first in range(0, NUM_ENTRIES, NUM_MANY):
             store(stores, "asked", first=first)
         idle_s = ninety_ninth_s(asking, stores)
-        with process(ask_and_write_much, address) as much:
-            assert word_of(much) == "begun"
+        with running_process(ask_and_write_much, address) as much:
+            assert answer_of(much) == "begun"
             loaded_s = ninety_ninth_s(asking, stores)
             much.send("end")
-            counts = word_of(much)
+            counts = answer_of(much)
         print(f"p99 {idle_s * 1e3:.2f} ms idle, {loaded_s * 1e3:.2f} ms beside {counts}")
         assert counts["asked"] > 5
         assert counts["written"] > 5

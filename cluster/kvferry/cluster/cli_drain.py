@@ -93,43 +93,52 @@ def until_over(coordinator: CoordinatorPort, command: Drain, progress: Progress)
         DeadlineError: it has not ended long after its deadline; says what was heard last.
         KvferryError: it was refused.
     """
-    deadline_s = time.monotonic() + command.deadline_s
-    told = _begin(coordinator, command, progress)
+    deadline_s, tell = time.monotonic() + command.deadline_s, _Changes(progress)
+    told = _begin(coordinator, command, deadline_s, tell)
     # Only the life that was there at the beginning is meant.
-    command, last = replace(command, incarnation=told.incarnation), _how_far(told)
-    progress(last)
+    command = replace(command, incarnation=told.incarnation)
+    tell(_how_far(told))
     while not told.is_over:
         left_s = deadline_s - time.monotonic()
         if left_s < -GRACE_S:
             raise DeadlineError(
-                f"the drain of {command.instance_id} does not end; heard last: {last}",
+                f"the drain of {command.instance_id} does not end; heard last: {tell.last}",
                 given=f"{command.deadline_s + GRACE_S:g} s",
             )
         time.sleep(POLL_S)
         try:
             again = replace(command, deadline_s=max(left_s, LEAST_S))
             told = expect(coordinator.call(again, timeout_s=TIMEOUT_S), Drained)
-            line = _how_far(told)
+            tell(_how_far(told))
         except NotFoundError:
-            line = f"the coordinator does not know {command.instance_id}; it may be coming back"
+            tell(f"the coordinator does not know {command.instance_id}; it may be coming back")
         except KvferryError as error:
             if not error.retryable:
                 raise
-            line = f"asking again: {error}"
-        if line != last:
-            progress(line)
-        last = line
+            tell(f"asking again: {error}")
     return told
 
 
-def _begin(coordinator: CoordinatorPort, command: Drain, progress: Progress) -> Drained:
-    """Begin a drain; who is coming back is waited for until the deadline.
+class _Changes:
+    """Tells a line unless it is the `last` one again."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.last = ""
+
+    def __call__(self, line: str) -> None:
+        if line != self.last:
+            self._progress(line)
+        self.last = line
+
+
+def _begin(coordinator: CoordinatorPort, command: Drain, end_s: float, tell: Progress) -> Drained:
+    """Begin a drain; who is coming back is waited for until `end_s`.
 
     Raises:
         RestoringError: it was still coming back then.
         KvferryError: it was refused.
     """
-    end_s, last = time.monotonic() + command.deadline_s, ""
     while True:
         left_s = end_s - time.monotonic()
         try:
@@ -138,10 +147,7 @@ def _begin(coordinator: CoordinatorPort, command: Drain, progress: Progress) -> 
         except RestoringError as error:
             if left_s < 0:
                 raise
-            line = f"waiting: {error}"
-        if line != last:
-            progress(line)
-        last = line
+            tell(f"waiting: {error}")
         time.sleep(POLL_S)
 
 

@@ -11,6 +11,7 @@ from kvferry.proto.errors import (
     DeadlineError,
     KvferryError,
     NotFoundError,
+    RestoringError,
     StaleError,
     UnavailableError,
 )
@@ -19,6 +20,7 @@ from kvferry.proto.messages import Command, Reply
 
 COMMAND = Drain(instance_id=InstanceId("a"), deadline_s=10.0)
 UNDER_WAY = "0 blocks moved, 2 waiting, 1 requests running"
+RETURNING = RestoringError("an instance can be drained once it has told all", given="a")
 
 
 @pytest.fixture(autouse=True)
@@ -112,3 +114,21 @@ def test_what_was_refused_ends_it_at_once(
     with pytest.raises(type(refusal)):
         until_over(coordinator, COMMAND, lambda _: None)
     assert len(coordinator.asked) == len(before) + 1
+
+
+def test_it_is_begun_when_the_instance_has_told_all_and_the_wait_is_told_once() -> None:
+    lines: list[str] = []
+    coordinator = Scripted(*[RETURNING] * 3, drained(is_over=True))
+    assert until_over(coordinator, COMMAND, lines.append) == drained(is_over=True)
+    assert lines == [
+        "waiting: an instance can be drained once it has told all; given: a",
+        UNDER_WAY,
+    ]
+
+
+def test_who_is_still_coming_back_at_the_deadline_is_refused_as_the_coordinator_does(
+    clock: SimpleNamespace,
+) -> None:
+    with pytest.raises(RestoringError, match="told all"):
+        until_over(Scripted(RETURNING), COMMAND, lambda _: None)
+    assert clock.now_s == pytest.approx(100.0 + 10.0, abs=POLL_S + 1e-6)
